@@ -1,0 +1,40 @@
+# make train: environment, install, the example. make test: environment, install, the tests. Nothing else is needed.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# one thread per rank: two ranks share two cores
+RUN := PYTHONPATH=. $(BIN)/python
+
+.PHONY: train test check lint types proof clean
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+train: $(READY)
+	$(BIN)/python examples/train_clip_moe.py --devices 2 --expert-parallel-size 2
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: lint types
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# static checkers do not see the mapped kernels package: they run on an installed copy
+types: $(READY)
+	rm -rf build/check
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/check .
+	cd build/check && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p lightning_moeclip
+
+# every long bar: writes tests/benchmarks/results/*.csv with the commit it was measured on
+proof: $(READY)
+	$(RUN) -m tests.proof
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -1,0 +1,37 @@
+"""Train CLIP models with Mixture-of-Experts towers on W ranks exactly as one process would.
+
+A gradient walks through one corridor::
+
+    parameter - role - group & plan - bucket - collective - unscale - clip - step
+    parallel/   who must agree with whom       gradients/   what happens to gradients, in order
+    modules/    parts for the user's model     state/       what must survive, free of the layout
+    strategy.py, precision.py                  the two doors to PyTorch Lightning
+    kernels/    plain-torch truths (and Triton), importable with torch alone
+"""
+
+from importlib import import_module
+from pathlib import Path
+
+__version__ = "0.1.0"
+
+# the kernels live beside this package in the repository and are installed inside it: a checkout finds them too
+if not (Path(__file__).parent / "kernels").exists():
+    __path__.append(str(Path(__file__).parent.parent))
+
+_HOMES = {
+    "MoEClipStrategy": "lightning_moeclip.strategy",
+    "MoEClipPrecision": "lightning_moeclip.precision",
+}
+
+__all__ = ["MoEClipPrecision", "MoEClipStrategy", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name on first use, so that ``lightning_moeclip.kernels`` needs torch alone (PEP 562)."""
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,64 @@
+"""The one file through which Lightning is imported, whichever of its two roots is installed.
+
+``lightning`` brings ``lightning.pytorch`` and ``lightning.fabric``; ``pytorch-lightning`` brings
+``pytorch_lightning`` and ``lightning_fabric``. The two roots reject each other's strategies, so
+everything of ours takes its base classes from here.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+ROOT, FABRIC_ROOT = (
+    ("lightning.pytorch", "lightning.fabric") if find_spec("lightning") else ("pytorch_lightning", "lightning_fabric")
+)
+
+
+def _pytorch(path: str) -> ModuleType:
+    return import_module(f"{ROOT}.{path}")
+
+
+pl = import_module(ROOT)
+fabric = import_module(FABRIC_ROOT)
+
+Callback = pl.Callback
+LightningModule = pl.LightningModule
+Trainer = pl.Trainer
+call = _pytorch("trainer.call")
+TrainerFn = _pytorch("trainer.states").TrainerFn
+TrainerStatus = _pytorch("trainer.states").TrainerStatus
+DDPStrategy = _pytorch("strategies").DDPStrategy
+StrategyRegistry = _pytorch("strategies").StrategyRegistry
+Precision = _pytorch("plugins.precision").Precision
+MixedPrecision = _pytorch("plugins.precision").MixedPrecision
+DoublePrecision = _pytorch("plugins.precision").DoublePrecision
+HalfPrecision = _pytorch("plugins.precision").HalfPrecision
+GradClipAlgorithmType = _pytorch("utilities").GradClipAlgorithmType
+LightningOptimizer = _pytorch("core.optimizer").LightningOptimizer
+SubprocessScriptLauncher = _pytorch("strategies.launchers.subprocess_script")._SubprocessScriptLauncher
+MultiProcessingLauncher = _pytorch("strategies.launchers.multiprocessing")._MultiProcessingLauncher
+rank_zero_warn = import_module(f"{FABRIC_ROOT}.utilities.rank_zero").rank_zero_warn
+
+__all__ = [
+    "FABRIC_ROOT",
+    "ROOT",
+    "Callback",
+    "DDPStrategy",
+    "DoublePrecision",
+    "GradClipAlgorithmType",
+    "HalfPrecision",
+    "LightningModule",
+    "LightningOptimizer",
+    "MixedPrecision",
+    "MultiProcessingLauncher",
+    "Precision",
+    "StrategyRegistry",
+    "SubprocessScriptLauncher",
+    "Trainer",
+    "TrainerFn",
+    "TrainerStatus",
+    "call",
+    "fabric",
+    "pl",
+    "rank_zero_warn",
+]
