@@ -28,6 +28,7 @@ call = _pytorch("trainer.call")
 TrainerFn = _pytorch("trainer.states").TrainerFn
 TrainerStatus = _pytorch("trainer.states").TrainerStatus
 DDPStrategy = _pytorch("strategies").DDPStrategy
+Strategy = _pytorch("strategies").Strategy
 StrategyRegistry = _pytorch("strategies").StrategyRegistry
 Precision = _pytorch("plugins.precision").Precision
 MixedPrecision = _pytorch("plugins.precision").MixedPrecision
@@ -52,6 +53,7 @@ __all__ = [
     "MixedPrecision",
     "MultiProcessingLauncher",
     "Precision",
+    "Strategy",
     "StrategyRegistry",
     "SubprocessScriptLauncher",
     "Trainer",

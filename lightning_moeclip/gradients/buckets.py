@@ -38,6 +38,7 @@ class Slot:
         self.reset()
 
     def reset(self) -> None:
+        """Forget the last backward; what the view holds stays."""
         self.num_fired = 0
         self.is_packed = False
         self.is_late = False
@@ -131,13 +132,16 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
+        """Size of the flat buffer."""
         return self.flat.numel() * self.flat.element_size()
 
     @property
     def is_full(self) -> bool:
+        """Whether every gradient has come."""
         return self.num_packed == len(self.slots)
 
     def reset(self) -> None:
+        """Make ready for the next backward."""
         self.num_packed = 0
         self.is_launched = False
         for slot in self.slots:

@@ -210,7 +210,8 @@ class Reducer:
             return  # a rank without a loss says nothing about which gradients come
         presence = iter(totals[_NUM_FIELDS:])
         for bucket in self.buckets:
-            is_steady = all([next(presence) == self._mesh.world_size for _ in bucket.slots])
+            counts = [next(presence) for _ in bucket.slots]
+            is_steady = all(count == self._mesh.world_size for count in counts)
             bucket.is_deferred = bool(bucket.is_deferred) or not is_steady
         self._order = sorted(self.buckets, key=lambda bucket: bool(bucket.is_deferred))
 

@@ -41,6 +41,7 @@ class PlannedParameter:
 
     @property
     def num_bytes(self) -> int:
+        """Size of the gradient on this rank."""
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
     def describe(self) -> str:
@@ -74,6 +75,7 @@ class SyncPlan:
 
     @property
     def parameters(self) -> tuple[PlannedParameter, ...]:
+        """All planned parameters, bucket by bucket."""
         return tuple(parameter for bucket in self.buckets for parameter in bucket.parameters)
 
     def __getitem__(self, name: str) -> PlannedParameter:
