@@ -6,9 +6,10 @@ error here, and all of them raise.
 
 from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
-__all__ = ["gather_objects", "raise_together"]
+__all__ = ["gather_objects", "is_any", "raise_together"]
 
 Value = TypeVar("Value")
 # types that another rank can build from a message alone, and that users catch by name
@@ -51,3 +52,17 @@ def raise_together(error: Exception | None) -> None:
         for rank, (name, message) in failed.items()
     ]
     raise _SHARED_TYPES.get(kinds[0], RuntimeError)("\n".join(messages))
+
+
+def is_any(flag: bool, *, device: torch.device) -> bool:
+    """Whether the flag is set on any rank; every rank of the default group must call this.
+
+    Args:
+        flag: of this rank.
+        device: where the backend of the default group reduces.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return flag
+    count = torch.tensor(float(flag), device=device)
+    dist.all_reduce(count)
+    return bool(count.item() > 0)
