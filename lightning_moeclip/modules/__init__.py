@@ -1,1 +1,6 @@
+"""Parts for the user's model: ordinary modules on one process, exact when their work is spread over ranks."""
 
+from lightning_moeclip.modules.auxiliary import auxiliary_loss
+from lightning_moeclip.modules.moe import MoE
+
+__all__ = ["MoE", "auxiliary_loss"]
