@@ -170,6 +170,16 @@ class MoE(nn.Module):
             parameter.data = whole[name].to(parameter.device, parameter.dtype)
         self._shared.axis = None
 
+    @override
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        # a checkpoint holds whole experts, and a rank takes its own
+        axis = self.expert_axis
+        for name in self.expert_parameters() if axis is not None else ():
+            whole = state_dict.get(prefix + name)
+            if axis is not None and isinstance(whole, Tensor) and whole.shape[:1] == (self.num_experts,):
+                state_dict[prefix + name] = whole.chunk(axis.size)[axis.rank]
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     def pop_training_load(self) -> dict[str | None, Tensor]:
         """Choices per expert of all training forwards since the last call, by tower; then starts from zero.
 
