@@ -16,10 +16,10 @@ BOUND = 1e-9
 
 
 def train(rank: Rank, ep: int, *, until: int, ckpt_path: str | None = None, save: str | None = None) -> TwoTowers:
-    """Train in batches of one epoch up to step ``until``, from ``ckpt_path`` if given."""
+    """Train up to step ``until``, from ``ckpt_path`` if given."""
     module = TwoTowers()
     trainer = quiet_trainer(
-        rank.world_size, strategy=MoEClipStrategy(expert_parallel_size=ep), max_epochs=-1, max_steps=until
+        rank.world_size, strategy=MoEClipStrategy(expert_parallel_size=ep), max_epochs=until // HALF
     )
     trainer.fit(module, loader(share(batches(HALF), ROWS[rank.world_size], rank.index)), ckpt_path=ckpt_path)
     if save is not None:
@@ -96,7 +96,7 @@ def test_load_from_checkpoint_finds_whole_experts(tmp_path: Path) -> None:
 def train_stock(rank: Rank, path: str) -> None:
     module = TwoTowers()
     strategy = DDPStrategy(find_unused_parameters=True)
-    trainer = quiet_trainer(2, strategy=strategy, max_epochs=-1, max_steps=HALF)
+    trainer = quiet_trainer(2, strategy=strategy)
     trainer.fit(module, loader(share(batches(HALF), ROWS[2], rank.index)))
     trainer.save_checkpoint(path)
 
@@ -113,7 +113,7 @@ def test_checkpoint_of_stock_ddp_resumes_with_spread_experts(tmp_path: Path) -> 
 def gather_in_fit_and_after(rank: Rank) -> dict[str, object]:
     module = TwoTowers()
     strategy = MoEClipStrategy(expert_parallel_size=2)
-    trainer = quiet_trainer(2, strategy=strategy, max_epochs=-1, max_steps=HALF)
+    trainer = quiet_trainer(2, strategy=strategy)
     inside: dict[str, Tensor] = {}
 
     def keep(*_: object) -> None:
