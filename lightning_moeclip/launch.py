@@ -22,7 +22,6 @@ _log = logging.getLogger(__name__)
 _TunerExit = pl.utilities.exceptions._TunerExitException
 _Terminated = pl.utilities.exceptions.SIGTERMException
 STARTUP_S = 300.0  # a rank that reads its data before it trains is late by minutes, not by more
-LAUNCHER_GRACE_S = 1.0  # the process that started the others ends last
 
 
 class _Guarded:
@@ -202,6 +201,7 @@ class GuardedStrategy(DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Compare the number of batches over the ranks when an epoch starts."""
         super().on_train_batch_start(batch, batch_idx)
+        self._stop_after_a_failure()
         epoch = self._trainer.current_epoch
         if self._watch is not None and (batch_idx == 0 or epoch != self._checked_epoch):
             self._checked_epoch = epoch
@@ -218,6 +218,11 @@ class GuardedStrategy(DDPStrategy):
         """Compare the number of batches over the ranks."""
         super().on_test_start()
         self._check_batch_counts("test", self._trainer.num_test_batches)
+
+    def _stop_after_a_failure(self) -> None:
+        # sooner than the watch would, and with this rank's hooks: the next collective would not come back
+        if self._watch is not None and self._watch.seen is not None:
+            raise RuntimeError(f"rank {self.global_rank} was ended because {self._watch.seen.told()}")
 
     def _check_batch_counts(self, stage: str, counts: list[int | float]) -> None:
         if self._watch is None or self._allows_empty_loaders():
@@ -314,5 +319,11 @@ def _startup_timeout_s(timeout: timedelta | None) -> float:
     """Seconds that ranks have to arrive: MOECLIP_STARTUP_TIMEOUT_S, or the group's timeout up to five minutes."""
     asked = os.environ.get("MOECLIP_STARTUP_TIMEOUT_S")
     if asked:
-        return float(asked)
+        try:
+            return float(asked)
+        except ValueError:
+            raise ValueError(
+                f"MOECLIP_STARTUP_TIMEOUT_S={asked!r} is not a number. It holds the seconds that all ranks have to "
+                "arrive at the start of a run: set a number such as 600, or unset it."
+            ) from None
     return min(STARTUP_S, timeout.total_seconds() if timeout is not None else STARTUP_S)
