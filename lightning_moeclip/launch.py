@@ -59,7 +59,11 @@ class _GuardedMultiProcessingLauncher(MultiProcessingLauncher):
 class GuardedStrategy(DDPStrategy):
     """DDP that ends on every rank, with the user's own error, when one rank fails.
 
-    With one process everything here is inert.
+    Works the same under Lightning's own launchers, torchrun and SLURM. An error that the caller of ``trainer.fit``
+    catches on every rank leaves the processes alone. With one process everything here is inert.
+
+    The environment variable ``MOECLIP_STARTUP_TIMEOUT_S`` holds the seconds that all ranks have to arrive at the
+    start of a run (the process group's timeout, at most five minutes, when unset).
     """
 
     _launcher: Any
@@ -283,13 +287,14 @@ class GuardedStrategy(DDPStrategy):
             world_size,
             connect,
             startup_timeout_s=_startup_timeout_s(self._timeout),
-            before_end=self._end_children,
+            before_end=partial(self._signal_children, signal.SIGKILL),
         )
         self._watch.start()
 
-    def _end_children(self) -> None:
+    def _signal_children(self, signum: int) -> None:
+        # a forked worker also holds the launcher that forked it, with processes that are not its own
         if isinstance(self._launcher, SubprocessScriptLauncher):
-            self._launcher.kill(signal.SIGKILL)
+            self._launcher.kill(signum)
 
     def _replace_signal_handling(self) -> None:
         trainer = self.lightning_module.trainer
@@ -299,8 +304,8 @@ class GuardedStrategy(DDPStrategy):
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _do_nothing
 
     def _note_termination(self, signum: int, _: Any) -> None:
-        if not self._is_terminated and self._launcher is not None:
-            self._launcher.kill(signum)
+        if not self._is_terminated:
+            self._signal_children(signum)
         self._is_terminated = True
         trainer = self.lightning_module.trainer
         if trainer.state.fn != TrainerFn.FITTING:

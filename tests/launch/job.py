@@ -129,6 +129,7 @@ def run(step: str, out: str) -> None:
             "stay": fail_and_stay,
             "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
             "int": lambda: os.kill(os.getpid(), signal.SIGINT),
+            "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
             "wait": lambda: time.sleep(60),
         }[act]
         callbacks = [OnExceptionCheckpoint(out)] if step.startswith("checkpoint") else []

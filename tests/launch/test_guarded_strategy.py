@@ -113,7 +113,7 @@ def sigterm_in_a_test(rank: Rank, folder: str) -> None:
     with pytest.raises(SystemExit):
         trainer.test(Model(bad_rank=1, act=terminate), loader(), verbose=False)
     Path(folder, f"{rank.index}.ended").touch()
-    time.sleep(20.0)  # alive, so that the other rank's collective waits
+    time.sleep(6.0)  # alive, so that the other rank's collective waits
 
 
 def test_sigterm_outside_fit_ends_the_rank_that_waits(tmp_path: Path) -> None:
