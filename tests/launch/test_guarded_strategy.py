@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_moeclip.launch import GuardedStrategy as Strategy
+from lightning_moeclip.parallel.agreement import gather_objects
 from lightning_moeclip.testing import Rank, on_ranks
 from lightning_moeclip.testing.on_ranks import RanksFailed
 
@@ -99,7 +100,9 @@ def test_sigterm_to_one_rank_ends_both_after_the_same_step(rank: Rank, bad: int)
     with pytest.raises(SystemExit) as caught:
         trainer.fit(Model(bad_rank=bad, act=terminate), loader())
     assert type(caught.value).__name__ == "SIGTERMException"
-    assert trainer.global_step == 3
+    steps = gather_objects(trainer.global_step)
+    # told in the step after the signal when the flag travels with that step's reduction
+    assert steps in ([3, 3], [4, 4])
     assert trainer.received_sigterm
     assert trainer.strategy.termination_requested is (rank.index == bad)
     assert not trainer.strategy.has_failed
