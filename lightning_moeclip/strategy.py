@@ -388,9 +388,10 @@ class MoEClipStrategy(GuardedStrategy):
     def teardown(self) -> None:
         if self._corridor is not None:
             self._corridor.detach()
-        is_whole_run = not self.has_failed and self._trainer.state.status != TrainerStatus.INTERRUPTED
-        if self._experts is not None and is_whole_run:
-            self._experts.gather()
+        # after spawn the main process tears down too, with neither ranks nor experts
+        if self._experts is not None and not self.has_failed:
+            if self._trainer.state.status != TrainerStatus.INTERRUPTED:
+                self._experts.gather()
         super().teardown()
 
 

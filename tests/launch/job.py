@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from torch.utils.data import DataLoader
 
 # the only place that names the strategy under test
-from lightning_moeclip.launch import GuardedStrategy as Strategy
+from lightning_moeclip.strategy import MoEClipStrategy as Strategy
 
 
 class UserError(Exception):

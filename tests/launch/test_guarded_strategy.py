@@ -11,8 +11,8 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from lightning_moeclip.launch import GuardedStrategy as Strategy
 from lightning_moeclip.parallel.agreement import gather_objects
+from lightning_moeclip.strategy import MoEClipStrategy as Strategy
 from lightning_moeclip.testing import Rank, on_ranks
 from lightning_moeclip.testing.on_ranks import RanksFailed
 
