@@ -197,7 +197,7 @@ class Reducer:
                 slot.view.zero_()
             is_shown = is_present or (self._is_idle_zero and slot.parameter.requires_grad)
             slot.parameter.grad = slot.view if is_shown else None
-            slot.is_reduced = is_shown
+            slot.is_local = False
         return Attendance(
             num_live_ranks=int(totals[_LIVE]),
             absent=tuple(absent),
@@ -234,7 +234,7 @@ class Reducer:
             if id(slot.parameter) in known and slot.parameter.grad is not None:
                 slot.view.copy_(slot.parameter.grad)
                 slot.parameter.grad = slot.view
-            slot.is_reduced = slot.parameter.grad is not None
+                slot.is_local = known[id(slot.parameter)].is_local
             slot.reset()
 
     def _close(self) -> None:
