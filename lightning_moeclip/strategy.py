@@ -133,9 +133,7 @@ class MoEClipStrategy(GuardedStrategy):
         Returns:
             0-d norm before clipping, the same on all ranks.
         """
-        optimizers = self.optimizers if optimizer is None else [optimizer]
-        members = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        return self.precision_plugin.clip_norm(members, max_norm)
+        return self.precision_plugin.clip_norm(self.optimizers if optimizer is None else [optimizer], max_norm)
 
     # -- set-up
 

@@ -26,7 +26,8 @@ class Reducer:
 
     Attributes:
         is_paused: gradients are summed on this rank alone, as for the first micro-batches of an accumulation.
-        is_live: this rank's loss counts; False while a zero stands in for a missing one.
+        is_live: this rank's loss counts; False while a zero stands in for a missing one, whose zero gradients then
+            are those of a parameter that was not used.
         is_termination_requested: goes into the roll call, so that all ranks learn of it.
     """
 
@@ -95,9 +96,15 @@ class Reducer:
             handle.remove()
         self._handles.clear()
 
-    def begin(self) -> None:
-        """Say that ``finish`` will be called after this backward."""
+    def begin(self, *, is_live: bool = True) -> None:
+        """Say that ``finish`` will be called after this backward.
+
+        Args:
+            is_live: see the attribute.
+        """
         self._is_driven = True
+        self.is_live = is_live
+        self._was_live |= is_live
 
     @torch.no_grad()
     def _reopen(self, slot: Slot) -> None:
@@ -112,6 +119,9 @@ class Reducer:
                 "which hold every row. Use nn.Embedding(..., sparse=False)."
             )
         self._was_live |= self.is_live
+        if not self.is_live and self._says_nothing(slot):
+            slot.parameter.grad = None
+            return
         if self.is_paused:
             slot.keep()
             return
@@ -127,6 +137,11 @@ class Reducer:
             bucket.num_packed += 1
             if bucket.is_full:
                 self._launch_ready()
+
+    def _says_nothing(self, slot: Slot) -> bool:
+        """Whether a stand-in's backward left a fresh zero: what is not zero is owed to the losses of other ranks."""
+        grad = slot.parameter.grad
+        return grad is not None and grad is not slot.view and not slot.is_late and not bool(grad.any())
 
     def _open(self) -> None:
         if not self._is_open:
@@ -157,6 +172,7 @@ class Reducer:
             Who took part, equal on all ranks; None while paused.
         """
         self._is_driven = False
+        self.is_live = True
         if self.is_paused:
             return None
         for bucket in self._order[self._next :]:
@@ -182,8 +198,7 @@ class Reducer:
         roll[_UNPLANNED] = float(self._count_unplanned())
         roll[_TERMINATE] = float(self.is_termination_requested)
         for index, slot in enumerate(self._slots, start=_NUM_FIELDS):
-            # a stand-in for a missing loss reaches spread experts too, whose gradients may be owed to other ranks
-            if slot.is_packed and (self._was_live or slot.planned.axis == "edp"):
+            if slot.is_packed:
                 roll[index] = 1.0 if slot.num_fired == 1 else world_size + 1.0
         self._roll.copy_(torch.tensor(roll))
         return sum_over(self._roll, self._mesh.gradient_groups["dp"]).tolist()
@@ -225,11 +240,13 @@ class Reducer:
         newcomers = [slot for slot in self._slots if id(slot.parameter) not in known]
         presence = torch.tensor([float(slot.parameter.grad is not None) for slot in newcomers])
         for slot in newcomers:
+            slot.is_local = True  # nobody has reduced it
             slot.close()
             sum_over(slot.view, slot.bucket.group)
         totals = sum_over(presence.to(self._roll.device), self._mesh.gradient_groups["dp"]).tolist()
         for slot, total in zip(newcomers, totals, strict=True):
-            slot.parameter.grad = slot.view if total > 0 else None
+            slot.parameter.grad = slot.view if total > 0 or self._is_idle_zero else None
+            slot.is_local = False
         for slot in self._slots:
             if id(slot.parameter) in known and slot.parameter.grad is not None:
                 slot.view.copy_(slot.parameter.grad)

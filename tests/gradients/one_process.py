@@ -7,9 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_moeclip.binding import Callback, LightningModule, Trainer
 from lightning_moeclip.strategy import MoEClipStrategy
+from lightning_moeclip.testing import Rank
 
 TOLERANCE = 1e-10
 _LOGGED = ("all_reduce", "all_gather", "all_gather_object", "all_to_all_single", "broadcast")
@@ -74,6 +76,11 @@ class Notebook(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         self.gradients.append(gradients(pl_module))
+
+
+def share_of(batches: Tensor, rank: Rank) -> DataLoader:
+    """The rows of each batch that a rank sees; batches: [steps, rows, ...]."""
+    return DataLoader([batch.chunk(rank.world_size)[rank.index] for batch in batches], batch_size=None)
 
 
 def trainer(*, strategy: MoEClipStrategy | None = None, **arguments: Any) -> Trainer:

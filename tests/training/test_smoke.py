@@ -33,8 +33,16 @@ DATA = torch.randn(5, 8, 4, generator=torch.Generator().manual_seed(0), dtype=to
 def test_fit(rank: Rank) -> None:
     net = Net()
     trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=MoEClipStrategy(), max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, gradient_clip_val=0.05,
+        accelerator="cpu",
+        devices=2,
+        strategy=MoEClipStrategy(),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        gradient_clip_val=0.05,
     )
     mine = [d.chunk(2)[rank.index] for d in DATA]
     trainer.fit(net, DataLoader(mine, batch_size=None))
