@@ -89,6 +89,7 @@ class MoEClipStrategy(GuardedStrategy):
         **ddp_arguments: Any,
     ) -> None:
         checks.refuse_ddp_arguments(ddp_arguments)
+        checks.check_at_least_one(expert_parallel_size)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
