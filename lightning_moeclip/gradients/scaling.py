@@ -1,5 +1,7 @@
 """A gradient scaler whose decision to skip is one for the world."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
@@ -32,7 +34,7 @@ class AgreedGradScaler(torch.amp.GradScaler):
         if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.unscale_(optimizer)
 
-    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         super()._check_inf_per_device(optimizer)
         return self._agree(optimizer)
 
