@@ -105,7 +105,7 @@ class MoEClipStrategy(GuardedStrategy):
         self._mesh: Mesh | None = None
         self._experts: SpreadExperts | None = None
         self._corridor: GradientCorridor | None = None
-        self._is_stand_in = False
+        self._is_stand_in = self._is_spoiled = False
         self.report = GradReport()
 
     # -- values for the user
@@ -260,7 +260,7 @@ class MoEClipStrategy(GuardedStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._is_stand_in = False
+        self._is_stand_in = self._is_spoiled = False
         with self._in_step(), ledger.recording() as outputs:
             output = super().training_step(*args, **kwargs)
         module = self.lightning_module
@@ -268,6 +268,7 @@ class MoEClipStrategy(GuardedStrategy):
             return output
         # the other ranks' backward waits in collectives of the layers that this rank has run
         self._is_stand_in = True
+        self._is_spoiled = not all(bool(o.detach().isfinite().all()) for o in outputs)
         return _StandIn.apply(torch.zeros((), device=self.root_device, requires_grad=True), *outputs)
 
     @override
@@ -286,7 +287,7 @@ class MoEClipStrategy(GuardedStrategy):
         assert corridor is not None, "backward outside fit"
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        corridor.begin(is_live=not self._is_stand_in)
+        corridor.begin(is_live=not self._is_stand_in, is_spoiled=self._is_spoiled)
         with self._in_step():  # activation checkpointing runs layers again
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         attendance = corridor.finish()

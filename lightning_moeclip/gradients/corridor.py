@@ -165,14 +165,15 @@ class GradientCorridor:
         """Make the plan anew, keeping gradients; every rank calls this at the same point."""
         self._lay_out()
 
-    def begin(self, *, is_live: bool = True) -> None:
+    def begin(self, *, is_live: bool = True, is_spoiled: bool = False) -> None:
         """Before a backward whose reduction ``finish`` will end.
 
         Args:
             is_live: the loss is this rank's own, and not a stand-in for a missing one.
+            is_spoiled: layers have sent values to other ranks that are not finite, for a loss that is missing.
         """
         if self.reducer is not None:
-            self.reducer.begin(is_live=is_live)
+            self.reducer.begin(is_live=is_live, is_spoiled=is_spoiled)
 
     def finish(self) -> Attendance | None:
         """After a backward: the reduced gradients are in ``.grad``. None while paused or on one process."""

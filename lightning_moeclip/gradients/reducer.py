@@ -18,7 +18,7 @@ from lightning_moeclip.parallel.plan import SyncPlan
 __all__ = ["Reducer"]
 
 # fields of the roll call before the presence of each parameter
-_LIVE, _LATE, _UNPLANNED, _TERMINATE, _NUM_FIELDS = range(5)
+_LIVE, _SPOILED, _LATE, _UNPLANNED, _TERMINATE, _NUM_FIELDS = range(6)
 
 
 class Reducer:
@@ -78,6 +78,7 @@ class Reducer:
         self._next = 0
         self._is_open = False
         self._was_live = False
+        self._was_spoiled = False
         self._is_driven = False
         self._handles = [handle for slot in self._slots for handle in self._hook(slot)]
 
@@ -96,15 +97,18 @@ class Reducer:
             handle.remove()
         self._handles.clear()
 
-    def begin(self, *, is_live: bool = True) -> None:
+    def begin(self, *, is_live: bool = True, is_spoiled: bool = False) -> None:
         """Say that ``finish`` will be called after this backward.
 
         Args:
             is_live: see the attribute.
+            is_spoiled: what this rank gave up is not finite and has been sent to other ranks: zero times it is NaN,
+                so no rank gets a gradient.
         """
         self._is_driven = True
         self.is_live = is_live
         self._was_live |= is_live
+        self._was_spoiled |= is_spoiled
 
     @torch.no_grad()
     def _reopen(self, slot: Slot) -> None:
@@ -194,6 +198,7 @@ class Reducer:
         world_size = self._mesh.world_size
         roll = [0.0] * self._roll.numel()
         roll[_LIVE] = float(self._was_live)
+        roll[_SPOILED] = float(self._was_spoiled)
         roll[_LATE] = float(sum(slot.is_late for slot in self._slots))
         roll[_UNPLANNED] = float(self._count_unplanned())
         roll[_TERMINATE] = float(self.is_termination_requested)
@@ -205,17 +210,19 @@ class Reducer:
 
     def _hand_out(self, totals: list[float]) -> Attendance:
         absent = []
+        is_any = totals[_LIVE] > 0 and totals[_SPOILED] == 0
         for slot, presence in zip(self._slots, totals[_NUM_FIELDS:], strict=True):
-            is_present = presence > 0 and totals[_LIVE] > 0
+            is_present = presence > 0 and is_any
             if not is_present:
                 absent.append(slot.planned.name)
                 slot.view.zero_()
-            is_shown = is_present or (self._is_idle_zero and slot.parameter.requires_grad)
+            is_shown = is_present or (is_any and self._is_idle_zero and slot.parameter.requires_grad)
             slot.parameter.grad = slot.view if is_shown else None
             slot.is_local = False
         return Attendance(
             num_live_ranks=int(totals[_LIVE]),
             absent=tuple(absent),
+            is_spoiled=totals[_SPOILED] > 0,
             is_termination_requested=totals[_TERMINATE] > 0,
         )
 
@@ -260,3 +267,4 @@ class Reducer:
         self._next = 0
         self._is_open = False
         self._was_live = False
+        self._was_spoiled = False

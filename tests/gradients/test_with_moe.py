@@ -100,3 +100,30 @@ def alone(module: TwoTowers) -> TwoTowers:
     scale = module.loss.logit_scale
     module.loss.forward = one_process_loss
     return module
+
+
+class NotFinite(TwoTowers):
+    """NaN in a row of rank 1 in step 1, and the usual guard."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
+        image = batch[0].clone()
+        if self.global_rank == 1 and batch_idx == 1:
+            image[0] = float("nan")
+        loss = self.image(image).square().mean()
+        return loss if loss.isfinite() else None
+
+    def on_train_batch_end(self, *args: object) -> None:
+        pass
+
+
+@on_ranks(2)
+def test_case_26_guarded_nan_that_experts_have_sent_on_leaves_no_gradient_on_any_rank(rank: Rank) -> None:
+    for size in (1, 2):
+        module = NotFinite()
+        trainer = quiet_trainer(2, strategy=MoEClipStrategy(expert_parallel_size=size))
+        trainer.fit(module, loader(share(DATA, ROWS, rank.index)))
+        assert all(p.isfinite().all() for p in module.parameters())
+        gradients = [[g for n, g in step.items() if n.startswith("image")] for step in module.gradients]
+        # with whole experts rank 0 goes on alone; spread ones have mixed the rows of both ranks
+        assert all((g is None) == (size == 2) for g in gradients[1])
+        assert all(g is not None and g.isfinite().all() for k in (0, 2, 3) for g in gradients[k])
