@@ -10,8 +10,17 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_moeclip.modules.dispatch import RowPlan, combine, copy_tokens, plan_rows, receive, send_back, sum_outputs
-from lightning_moeclip.modules.experts import ACTIVATIONS, Segments, expert_mlp
+from lightning_moeclip.modules.dispatch import (
+    RowPlan,
+    combine,
+    copy_tokens,
+    plan_rows,
+    plan_within_capacity,
+    receive,
+    send_back,
+    sum_outputs,
+)
+from lightning_moeclip.modules.experts import ACTIVATIONS, PADDING_MAX, Segments, expert_mlp
 from lightning_moeclip.modules.record import RoutingCall, RoutingRecord, in_backward
 from lightning_moeclip.modules.router import OutputMean, Router, RouterGradient, Routing
 from lightning_moeclip.parallel import ledger
@@ -235,10 +244,7 @@ class MoE(nn.Module):
         dtype = (
             torch.get_autocast_dtype(x_TD.device.type) if torch.is_autocast_enabled(x_TD.device.type) else x_TD.dtype
         )
-        capacity = None
-        if self.capacity_factor is not None:
-            capacity = math.ceil(self.capacity_factor * routing.chosen.numel() / self.num_experts)
-        plan = plan_rows(routing.chosen, self.num_experts, weights_TK=routing.weights, capacity=capacity)
+        plan = self._plan(routing)
         rows_RD = copy_tokens(x_TD.to(dtype), plan)
         out_RD = self._run_experts(rows_RD, plan, dtype)
         y_TD = combine(out_RD, routing.weights, plan)
@@ -249,6 +255,13 @@ class MoE(nn.Module):
         if self.expert_axis is not None and not in_backward():
             ledger.enter(y_TD)
         return y_TD
+
+    def _plan(self, routing: Routing) -> RowPlan:
+        if self.capacity_factor is None:
+            is_local_cpu = self.expert_axis is None and routing.chosen.device.type == "cpu"
+            return plan_rows(routing.chosen, self.num_experts, padding_max=PADDING_MAX if is_local_cpu else 0.0)
+        capacity = math.ceil(self.capacity_factor * routing.chosen.numel() / self.num_experts)
+        return plan_within_capacity(routing.chosen, routing.weights, self.num_experts, capacity)
 
     def _run_experts(self, rows_RD: Tensor, plan: RowPlan, dtype: torch.dtype) -> Tensor:
         w_in, w_out = self.w_in.to(dtype), self.w_out.to(dtype)
