@@ -93,7 +93,9 @@ def choose_path(num_rows: int, w_in_EDH: Tensor, w_out_EHD: Tensor, segments: Se
     float64, and strides of whole 16 bytes only (torch 2.11-2.13).
     """
     counts = segments.counts
-    if counts and num_rows and max(counts) * len(counts) <= PADDING_MAX * num_rows:
+    # a GPU has grouped_mm, which needs no padding
+    padding_max = PADDING_MAX if w_in_EDH.device.type == "cpu" else 1.0
+    if counts and num_rows and max(counts) * len(counts) <= padding_max * num_rows:
         return "bmm"
     if num_rows and can_group(w_in_EDH, w_out_EHD):
         return "grouped"

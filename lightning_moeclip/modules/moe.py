@@ -78,8 +78,6 @@ class MoE(nn.Module):
         ValueError: a setting that cannot work, with what to write instead.
     """
 
-    tokens_per_expert: Tensor
-
     def __init__(
         self,
         dim: int,
@@ -107,7 +105,8 @@ class MoE(nn.Module):
         self.w_in = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
         self.w_out = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
         self.output_mean = OutputMean(num_experts, dim) if router_gradient == "dense" else None
-        self.register_buffer("tokens_per_expert", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+        # no buffer: ranks count their own tokens, and buffers are broadcast
+        self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64)
         self.tokens_per_expert_by_tower: dict[str | None, Tensor] = {}
         self._training_load: dict[str | None, Tensor] = {}
         self.routing_record = RoutingRecord()
@@ -160,7 +159,7 @@ class MoE(nn.Module):
         self._shared.axis = axis
 
     def restore_experts(self, whole: dict[str, Tensor]) -> None:
-        """Put whole expert weights back, in the same Parameter objects, and forget the axis.
+        """Put whole expert weights back, in the same Parameter objects, and forget the axis and the slice's gradients.
 
         Args:
             whole: tensor of all experts for each name in ``expert_parameters``.
@@ -176,6 +175,7 @@ class MoE(nn.Module):
                 f"restore_experts got {given}, but this MoE needs exactly {shapes}. Gather all experts first."
             )
         for name, parameter in parameters.items():
+            parameter.grad = None
             parameter.data = whole[name].to(parameter.device, parameter.dtype)
         self._shared.axis = None
 
@@ -238,7 +238,7 @@ class MoE(nn.Module):
                 f"Use x.to({self.w_in.dtype}), or a Trainer precision that casts."
             )
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[misc, untyped-decorator]
     def _serve(self, x_TD: Tensor, routing: Routing, tower: str | None) -> Tensor:
         """Everything whose shapes depend on the routing; not traced by torch.compile."""
         dtype = (
@@ -275,7 +275,7 @@ class MoE(nn.Module):
 
     def _count(self, routing: Routing, plan: RowPlan, tower: str | None, y_TD: Tensor) -> None:
         counts_E = plan.chosen
-        self.routing_record.add(RoutingCall(tower, routing.logits, counts_E), y_TD)
+        self.routing_record.add(RoutingCall(tower, routing.logits, counts_E), y_TD, is_training=self.training)
         if in_backward():
             return
         self.tokens_per_expert = counts_E

@@ -47,7 +47,7 @@ class RoutingRecord:
     """The calls of a layer since the auxiliary loss last read them.
 
     A layer may be called several times in one step (both towers, a shared block), so calls add up. They start anew when
-    the auxiliary loss has read them, when a backward has passed through them, and when gradients go on or off.
+    the auxiliary loss has read them, when a backward has passed through them, and between training and evaluation.
     A call whose output nothing can send backward any more (without gradients: any call) gives way to the next of its
     tower, so that what is never read does not pile up. Copies and pickles of a layer start with an empty record.
 
@@ -58,33 +58,34 @@ class RoutingRecord:
     def __init__(self) -> None:
         self.towers: list[str | None] = [None, "image", "text"]
         self._calls: list[_Kept] = []
-        self._with_grad = False
+        self._is_training = False
         self._is_spent = False
-        self._lost_gradient = False
+        self._towers_without_graph: set[str | None] = set()
 
-    def add(self, call: RoutingCall, output: Tensor) -> None:
+    def add(self, call: RoutingCall, output: Tensor, *, is_training: bool) -> None:
         """Enter a call.
 
         Args:
             call: its routing.
             output: of the layer, whose graph the call lives with.
+            is_training: mode of the layer.
 
         Raises:
             RuntimeError: the call recomputes one that the auxiliary loss has read without a graph.
         """
-        with_grad = torch.is_grad_enabled()
         if in_backward():
-            if with_grad and self._lost_gradient:
+            if torch.is_grad_enabled() and call.tower in self._towers_without_graph:
                 raise RuntimeError(
                     "auxiliary_loss read a layer that ran without a graph, under reentrant activation checkpointing: "
                     "its gradient is lost. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
                 )
             return
-        if self._is_spent or with_grad != self._with_grad:
+        if self._is_spent or is_training != self._is_training:
             self._calls = []
         self._calls = [kept for kept in self._calls if kept.call.tower != call.tower or kept.is_alive()]
         self._calls.append(_Kept(call, weakref.ref(output.grad_fn) if output.grad_fn is not None else None))
-        self._with_grad, self._is_spent, self._lost_gradient = with_grad, False, False
+        self._is_training, self._is_spent = is_training, False
+        self._towers_without_graph = set()
         if call.logits.requires_grad:
             call.logits.register_hook(_Spend(self))
 
@@ -99,7 +100,7 @@ class RoutingRecord:
             needs_grad: whether the caller wants a gradient for the router.
         """
         calls, self._calls = [kept.call for kept in self._calls], []
-        self._lost_gradient = needs_grad and any(not call.logits.requires_grad for call in calls)
+        self._towers_without_graph = {call.tower for call in calls if needs_grad and not call.logits.requires_grad}
         return calls
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RoutingRecord":

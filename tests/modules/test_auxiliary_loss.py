@@ -170,14 +170,30 @@ def test_forwards_whose_loss_was_never_asked_do_not_add_up() -> None:
     moe(x)  # its graph is gone at once
     kept = moe(more)
     assert abs(auxiliary_loss(moe, balance=1.0) - truth) < 1e-12
+    moe.eval()
     with torch.no_grad():
         for _ in range(3):
             moe(x)
         assert auxiliary_loss(moe, balance=1.0).item() == pytest.approx(load_balance_loss(x @ moe.router.weight.T, 2))
-        moe(x)
+        moe(x, tower="text")
+    moe.train()
     kept = moe(more)
     assert abs(auxiliary_loss(moe, balance=1.0) - truth) < 1e-12
     assert kept is not None
+
+
+def test_a_tower_without_gradients_counts_beside_one_that_trains() -> None:
+    x, more = tokens()
+    moe = MoE(DIM, 6, EXPERTS).double()
+    y = moe(x, tower="text")
+    with torch.no_grad():
+        moe(more, tower="image")
+    truth = [load_balance_loss(part @ moe.router.weight.T, 2) for part in (x, more)]
+    loss = auxiliary_loss(moe, balance=1.0)
+    assert abs(loss - sum(truth) / 2) < 1e-12
+    mine, expected = (torch.autograd.grad(v, moe.router.weight)[0] for v in (loss, truth[0] / 2))
+    assert (mine - expected).norm() < 1e-12
+    assert y is not None
 
 
 def test_no_graph_outlives_the_reading() -> None:
