@@ -213,7 +213,11 @@ def test_recomputation_adds_nothing() -> None:
     for is_checkpointed in (False, True):
         torch.manual_seed(0)
         moe = MoE(DIM, 6, EXPERTS).double()
-        y = checkpoint(moe, x, use_reentrant=False) if is_checkpointed else moe(x)
+
+        def block(x: Tensor, moe: MoE = moe) -> Tensor:
+            return moe(x).square()  # needs y again, else recomputation would stop inside the layer
+
+        y = checkpoint(block, x, use_reentrant=False) if is_checkpointed else block(x)
         loss = y.sum() + auxiliary_loss(moe, balance=0.5)
         loss.backward()
         assert moe.pop_training_load()[None].sum() == 2 * len(x)
