@@ -67,7 +67,7 @@ def contrastive_loss(
     return global_contrastive_loss(image_features, text_features, logit_scale, chunk_size, group, normalize=False)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def global_contrastive_loss(
     image: Tensor,
     text: Tensor,

@@ -84,6 +84,8 @@ class _Card:
 def meet(image: Tensor, text: Tensor, *others: Tensor, group: dist.ProcessGroup | None = None) -> GlobalBatch:
     """Learn how many rows each rank holds, and refuse features that do not belong together.
 
+    Eleven whole numbers per rank are gathered and read on the host, since shapes of uneven ranks hang on them.
+
     Args:
         image: [n_r, dim], this rank's image features.
         text: [n_r, dim], this rank's text features.

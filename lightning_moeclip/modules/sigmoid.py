@@ -19,7 +19,7 @@ from lightning_moeclip.parallel import ledger
 __all__ = ["global_sigmoid_loss"]
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def global_sigmoid_loss(
     image: Tensor,
     text: Tensor,
