@@ -211,7 +211,8 @@ class MoEClipStrategy(GuardedStrategy):
         spread = spread_names(module)
         parameters = dict(module.named_parameters(remove_duplicate=False))
         whole = {id(p): p for name, p in parameters.items() if name not in spread}
-        broadcast_from_first([*whole.values(), *module.buffers()], self.mesh.gradient_groups["dp"])
+        broadcast_from_first(whole.values(), self.mesh.gradient_groups["dp"])
+        self._broadcast_buffers()
         slices = {id(parameters[name]): parameters[name] for name in spread}
         broadcast_from_first(slices.values(), self.mesh.gradient_groups["edp"])
 
@@ -336,7 +337,10 @@ class MoEClipStrategy(GuardedStrategy):
         self._broadcast_buffers()
 
     def _broadcast_buffers(self) -> None:
-        broadcast_from_first(self.lightning_module.buffers(), self.mesh.gradient_groups["dp"])
+        # those that are saved: others, such as counts of a rank's own tokens, are each rank's
+        saved = self.lightning_module.state_dict(keep_vars=True)
+        buffers = [b for name, b in self.lightning_module.named_buffers() if name in saved]
+        broadcast_from_first(buffers, self.mesh.gradient_groups["dp"])
 
     # -- state
 

@@ -25,7 +25,7 @@ ALLOWED: dict[str, tuple[set[str], bool]] = {
 COLLECTIVE_FILES = {
     "gradients/collectives.py",
     "modules/dispatch.py",
-    "modules/losses.py",
+    "modules/global_batch.py",  # all exchanges of features and cotangents, for both losses
     "parallel/agreement.py",
     "state/canonical.py",
     "testing/on_ranks.py",
