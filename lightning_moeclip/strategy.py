@@ -18,7 +18,6 @@ from typing_extensions import override
 from lightning_moeclip.binding import (
     DDPStrategy,
     Precision,
-    StrategyRegistry,
     TrainerFn,
     TrainerStatus,
     rank_zero_warn,
@@ -31,7 +30,7 @@ from lightning_moeclip.parallel import checks, ledger
 from lightning_moeclip.parallel.agreement import gather_objects, raise_together
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import SyncPlan
-from lightning_moeclip.parallel.roles import Towers, read_roles
+from lightning_moeclip.parallel.roles import Towers, read_roles, undecayed_parameters
 from lightning_moeclip.precision import MoEClipPrecision
 from lightning_moeclip.state.canonical import SpreadExperts, spread_names
 
@@ -69,6 +68,7 @@ class MoEClipStrategy(GuardedStrategy):
     """
 
     strategy_name = "moeclip"
+    _precision_plugin: MoEClipPrecision | None
 
     def __init__(
         self,
@@ -142,10 +142,9 @@ class MoEClipStrategy(GuardedStrategy):
     @property
     def precision_plugin(self) -> MoEClipPrecision:
         """The plugin of the run, always a ``MoEClipPrecision``."""
-        plugin = self._precision_plugin
-        if plugin is None:
-            plugin = self._precision_plugin = MoEClipPrecision()
-        return plugin
+        if self._precision_plugin is None:
+            self._precision_plugin = MoEClipPrecision()
+        return self._precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
@@ -222,16 +221,14 @@ class MoEClipStrategy(GuardedStrategy):
         self._adopt_optimizer_parameters()
         if self._corridor is not None:
             self._corridor.detach()
-        names = {id(p): name for name, p in self.lightning_module.named_parameters()}
-        checks.check_one_optimizer_each(self._plain_optimizers(), names)
+        module, optimizers = self.lightning_module, self._plain_optimizers()
+        names = {id(p): name for name, p in module.named_parameters()}
+        checks.check_one_optimizer_each(optimizers, names)
+        roles = read_roles(module, self._settings.towers)
+        checks.warn_of_scale_decay(optimizers, names, roles, undecayed_parameters(module))
         self._corridor = GradientCorridor(
-            self.lightning_module,
-            self._plain_optimizers,
-            self.mesh,
-            self._settings,
-            spread=frozenset(spread_names(self.lightning_module)),
+            module, self._plain_optimizers, self.mesh, self._settings, spread=frozenset(spread_names(module))
         )
-        checks.warn_of_scale_decay(self._plain_optimizers(), names, read_roles(self.lightning_module))
         self.report = GradReport()
         self.precision_plugin.join(
             self._corridor_clipper,
@@ -396,18 +393,6 @@ class MoEClipStrategy(GuardedStrategy):
             self._experts.gather()
         super().teardown()
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        for name, start_method in (("moeclip", "popen"), ("moeclip_spawn", "spawn"), ("moeclip_fork", "fork")):
-            strategy_registry.register(
-                name,
-                cls,
-                description=f"Gradients of one process for CLIP with MoE towers; start_method {start_method!r}",
-                override=True,
-                start_method=start_method,
-            )
-
 
 class _StandIn(torch.autograd.Function):
     """A zero that sends zero cotangents through every recorded output, in place of a loss that is not there."""
@@ -429,6 +414,3 @@ def _dtype_named(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"gradient_dtype={dtype!r} is not a dtype of torch. Write 'bfloat16' or 'float32', or None.")
     return found
-
-
-MoEClipStrategy.register_strategies(StrategyRegistry)

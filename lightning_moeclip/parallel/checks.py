@@ -135,21 +135,22 @@ def warn_of_batch_norm(module: nn.Module) -> None:
 
 
 def warn_of_scale_decay(
-    optimizers: Iterable[Optimizer], names: Mapping[int, str], roles: Mapping[str, ParamRole]
+    optimizers: Iterable[Optimizer], names: Mapping[int, str], roles: Mapping[str, ParamRole], undecayed: frozenset[int]
 ) -> None:
     """Warn that weight decay pulls the temperature of a user's own module towards 1.
 
     Args:
         optimizers: all of the run.
         names: name by id of the Parameter.
-        roles: role by name. A module that keeps decay away from its own scale leaves the name out.
+        roles: role by name.
+        undecayed: ids of parameters that their own module keeps decay away from.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 name = names.get(id(parameter), "")
                 is_scale = name in roles and roles[name].kind == "logit_scale"
-                if is_scale and group.get("weight_decay"):
+                if is_scale and group.get("weight_decay") and id(parameter) not in undecayed:
                     warnings.warn(
                         f"{name} has weight_decay={group['weight_decay']}, which pulls the temperature towards 1. "
                         "Put it into a parameter group with weight_decay=0.",

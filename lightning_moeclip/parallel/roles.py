@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from lightning_moeclip.parallel.mesh import ExpertAxis
 
-__all__ = ["ParamRole", "SpreadableExperts", "read_roles", "resolve_towers", "spreadable_layers"]
+__all__ = [
+    "ParamRole",
+    "SpreadableExperts",
+    "read_roles",
+    "resolve_towers",
+    "spreadable_layers",
+    "undecayed_parameters",
+]
 
 Kind = Literal["dense", "expert", "router", "projection", "logit_scale"]
 Towers = Mapping[str, str | Sequence[str]]
@@ -55,6 +62,14 @@ class SpreadableExperts(Protocol):
         """Put whole expert parameters back and forget the axis."""
 
 
+@runtime_checkable
+class KeepsScalars(Protocol):
+    """A loss that keeps weight decay away from its own scalars."""
+
+    def undecayed(self) -> list[nn.Parameter]:
+        """The scalars that weight decay does not touch."""
+
+
 @dataclass(frozen=True)
 class ParamRole:
     """Tower (None when it belongs to none or to several) and kind of one parameter."""
@@ -68,6 +83,12 @@ def spreadable_layers(module: nn.Module) -> Iterator[tuple[str, SpreadableExpert
     for path, layer in module.named_modules():
         if isinstance(layer, SpreadableExperts):
             yield path, layer
+
+
+def undecayed_parameters(module: nn.Module) -> frozenset[int]:
+    """Ids of the parameters that their own module keeps weight decay away from."""
+    keepers = [layer for layer in module.modules() if isinstance(layer, KeepsScalars)]
+    return frozenset(id(parameter) for keeper in keepers for parameter in keeper.undecayed())
 
 
 def read_roles(module: nn.Module, towers: Towers | None = None) -> dict[str, ParamRole]:
