@@ -1,4 +1,4 @@
-"""``python -m tests.proof``: run every measurement, then print each bar with its figure; exit code 1 when one is missed.
+"""``python -m tests.proof``: run every measurement, then print each bar with its figure. Exit code 1 if one is missed.
 
 Rows carry the commit that they were measured on, so a checkout with changes is refused; ``--dirty`` allows one while
 a bar is worked on. ``--only NAME`` takes the measurements whose command contains the name.
