@@ -1,8 +1,7 @@
 """Tiles of the matrix of logits: the only pieces of it that ever exist.
 
 A rank computes its n_r rows of the N x N logits tile by tile and throws each tile away, so a loss costs
-O(n_r * chunk + N * D) memory. On a CPU a tile and its copy stay in the cache, where the passes over them are
-nearly free beside the matrix products; elsewhere one chunk of columns is one tile.
+O(n_r * chunk + N * D) memory. On a CPU the rows are cut too; elsewhere one chunk of columns is one tile.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,8 +15,9 @@ from lightning_moeclip.modules.global_batch import GlobalBatch, sum_to_owners
 
 __all__ = ["Tile", "check_chunk_size", "feature_gradients", "full_precision", "once_differentiable", "tiles"]
 
-# 2048 x 512 was the fastest of nine shapes at 8192 x 512 float32 (tests/benchmarks/contrastive_loss.py), 4 MiB
-_CPU_ROWS, _CPU_COLUMNS = 2048, 512
+# at 8192 x 512 float32 on 2 busy threads, tiles of 2048 x 512 took twice the time of these, as each operation waits for
+# its slowest thread, and tiles of 4096 x 4096 took 1.4 times the memory
+_CPU_COLUMNS, _CPU_NUMEL = 2048, 4096 * 2048
 
 
 @dataclass(frozen=True)
@@ -168,5 +168,6 @@ class _RaiseInBackward(torch.autograd.Function):
 def _shape(image: Tensor, text_all: Tensor, chunk_size: int) -> tuple[int, int]:
     height, width = len(image), min(chunk_size, len(text_all))
     if image.device.type == "cpu":
-        height, width = min(height, _CPU_ROWS), min(width, _CPU_COLUMNS)
+        width = min(width, _CPU_COLUMNS)
+        height = min(height, _CPU_NUMEL // width)
     return max(height, 1), width
