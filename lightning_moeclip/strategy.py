@@ -89,6 +89,7 @@ class MoEClipStrategy(GuardedStrategy):
         **ddp_arguments: Any,
     ) -> None:
         checks.refuse_ddp_arguments(ddp_arguments)
+        checks.check_at_least_one(expert_parallel_size)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -104,7 +105,7 @@ class MoEClipStrategy(GuardedStrategy):
         self._mesh: Mesh | None = None
         self._experts: SpreadExperts | None = None
         self._corridor: GradientCorridor | None = None
-        self._is_stand_in = False
+        self._is_stand_in = self._is_spoiled = False
         self.report = GradReport()
 
     # -- values for the user
@@ -133,9 +134,7 @@ class MoEClipStrategy(GuardedStrategy):
         Returns:
             0-d norm before clipping, the same on all ranks.
         """
-        optimizers = self.optimizers if optimizer is None else [optimizer]
-        members = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        return self.precision_plugin.clip_norm(members, max_norm)
+        return self.precision_plugin.clip_norm(self.optimizers if optimizer is None else [optimizer], max_norm)
 
     # -- set-up
 
@@ -261,7 +260,7 @@ class MoEClipStrategy(GuardedStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._is_stand_in = False
+        self._is_stand_in = self._is_spoiled = False
         with self._in_step(), ledger.recording() as outputs:
             output = super().training_step(*args, **kwargs)
         module = self.lightning_module
@@ -269,6 +268,7 @@ class MoEClipStrategy(GuardedStrategy):
             return output
         # the other ranks' backward waits in collectives of the layers that this rank has run
         self._is_stand_in = True
+        self._is_spoiled = not all(bool(o.detach().isfinite().all()) for o in outputs)
         return _StandIn.apply(torch.zeros((), device=self.root_device, requires_grad=True), *outputs)
 
     @override
@@ -287,7 +287,7 @@ class MoEClipStrategy(GuardedStrategy):
         assert corridor is not None, "backward outside fit"
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        corridor.begin(is_live=not self._is_stand_in)
+        corridor.begin(is_live=not self._is_stand_in, is_spoiled=self._is_spoiled)
         with self._in_step():  # activation checkpointing runs layers again
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         attendance = corridor.finish()
@@ -388,8 +388,9 @@ class MoEClipStrategy(GuardedStrategy):
     def teardown(self) -> None:
         if self._corridor is not None:
             self._corridor.detach()
-        is_whole_run = not self.has_failed and self._trainer.state.status != TrainerStatus.INTERRUPTED
-        if self._experts is not None and is_whole_run:
+        # after spawn the main process tears down too, with neither ranks nor experts
+        has_experts = self._experts is not None and not self.has_failed
+        if has_experts and self._trainer.state.status != TrainerStatus.INTERRUPTED:
             self._experts.gather()
         super().teardown()
 
