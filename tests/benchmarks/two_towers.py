@@ -31,7 +31,9 @@ class Tower(nn.Module):
 
 
 class TwoTowers(LightningModule):
-    """7.4 M parameters in float32, deep and narrow like the twelve layers of CLIP's towers; every rank uses all of them in every step.
+    """7.4 M parameters in float32, all of them used by every rank in every step.
+
+    Towers are deep and narrow, nearer to the twelve layers of CLIP's than few wide layers would be.
 
     Attributes:
         gradients: what the optimizer saw in the first step, by name.
