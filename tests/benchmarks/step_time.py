@@ -194,9 +194,7 @@ def main() -> None:
         print(f"{name:8} median {mid:7.1f} ms, p20 {low:7.1f}, p80 {high:7.1f}")
     figures, stands_out = summarise(found["seconds"])
     if not stands_out:
-        print(
-            f"Void: ours - no sync is under {SPREADS:g} x its own spread. Measure on a quieter machine, or more --rounds."
-        )
+        print(f"Void: ours - no sync is under {SPREADS:g} x its own spread. Use a quieter machine or more --rounds.")
         void = measure.exact(math.nan)
         figures = [
             (name, void if "(ours - no sync)" in name and figure.low < figure.high else figure)
