@@ -105,6 +105,23 @@ class LateReentrant(Reentrant):
         return self.loss(batch)
 
 
+class RawReentrant(Reentrant):
+    """loss.backward() without the strategy, whose end autograd announces once per checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        if self._trainer is None:  # in plain torch
+            return self.loss(batch)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.loss(batch).backward()
+        optimizer.step()
+        return None
+
+
 class ScalarAndExpert(Base):
     """Dense, expert and scalar parameters, one of them idle, under one clip."""
 
@@ -154,6 +171,15 @@ def test_odd_shapes_strides_and_graphs_equal_one_process(rank: Rank) -> None:
                 for k, (got, want) in enumerate(zip(notebook.gradients, in_plain_torch(true, clip=clip), strict=True)):
                     assert worst_error(got, want) < TOLERANCE, f"{kind.__name__}, step {k}"
                 assert worst_error(parameters(module), parameters(true)) < TOLERANCE, kind.__name__
+
+
+@on_ranks(2)
+def test_raw_backward_under_reentrant_checkpointing_equals_one_process(rank: Rank) -> None:
+    module, true = RawReentrant(), RawReentrant()
+    notebook = fit(module, rank, strategy=MoEClipStrategy(bucket_size_mb=1e-6))
+    for got, want in zip(notebook.gradients, in_plain_torch(true), strict=True):
+        assert worst_error(got, want) < TOLERANCE
+    assert worst_error(parameters(module), parameters(true)) < TOLERANCE
 
 
 @on_ranks(2)
