@@ -388,8 +388,9 @@ class MoEClipStrategy(GuardedStrategy):
     def teardown(self) -> None:
         if self._corridor is not None:
             self._corridor.detach()
-        is_whole_run = not self.has_failed and self._trainer.state.status != TrainerStatus.INTERRUPTED
-        if self._experts is not None and is_whole_run:
+        # after spawn the main process tears down too, with neither ranks nor experts
+        has_experts = self._experts is not None and not self.has_failed
+        if has_experts and self._trainer.state.status != TrainerStatus.INTERRUPTED:
             self._experts.gather()
         super().teardown()
 

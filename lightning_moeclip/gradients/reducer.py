@@ -114,8 +114,16 @@ class Reducer:
     def _reopen(self, slot: Slot) -> None:
         slot.reopen()
 
-    @torch.no_grad()
     def _on_gradient(self, slot: Slot) -> None:
+        # a backward without create_graph has switched recording off already, and switching it again costs as much
+        # as the rest of a small parameter's hook
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._take(slot)
+        else:
+            self._take(slot)
+
+    def _take(self, slot: Slot) -> None:
         grad = slot.parameter.grad
         if grad is not None and grad.layout is not torch.strided:
             raise TypeError(
