@@ -272,7 +272,8 @@ def test_gradient_dtype_bfloat16_is_within_its_rounding_and_bit_equal_on_ranks(r
         terms = shares[0][name].abs() + shares[1][name].abs()
         error = (notebook.gradients[0][name] - gradient).abs()
         assert bool((error <= 2**-8 * (1 + 2**-8) * (terms + gradient.abs()) + 1e-6).all()), name
-        assert bool((error > 0).any()), f"{name} was not rounded at all"
+        # float32 alone would be a thousand times nearer
+        assert bool((error > 2**-12 * gradient.abs()).any()), f"{name} was not rounded at all"
 
 
 @on_ranks(2)
