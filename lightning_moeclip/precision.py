@@ -78,9 +78,9 @@ class MoEClipPrecision(Precision):
     def _wrap(self, inner: Precision) -> None:
         self._inner = inner
         self.precision = inner.precision
-        self._clipper: Callable[[], GradientClipper | None] = lambda: None
+        self._clipper: Callable[[], GradientClipper | None] | None = None
         self._has_spread_experts = False
-        self._report: Callable[[GradReport], None] = lambda _: None
+        self._report: Callable[[GradReport], None] | None = None
         self._was_clipped = False
 
     def join(
@@ -202,11 +202,12 @@ class MoEClipPrecision(Precision):
         for optimizer in optimizers:
             self._unscale(optimizer)
         parameters = [p for optimizer in optimizers for p in self.main_params(optimizer)]
-        clipper = self._clipper()
+        clipper = None if self._clipper is None else self._clipper()
         if clipper is None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         norm, factor = clipper.clip(parameters, max_norm)
-        self._report(GradReport(total_norm=norm, clip_factor=factor))
+        if self._report is not None:
+            self._report(GradReport(total_norm=norm, clip_factor=factor))
         return norm
 
     def _unscale(self, optimizer: Optimizer) -> None:

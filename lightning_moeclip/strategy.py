@@ -24,7 +24,7 @@ from lightning_moeclip.binding import (
 )
 from lightning_moeclip.gradients.collectives import broadcast_from_first
 from lightning_moeclip.gradients.corridor import CorridorSettings, GradientCorridor, optimizer_only_parameters
-from lightning_moeclip.gradients.report import GradReport
+from lightning_moeclip.gradients.report import Attendance, GradReport
 from lightning_moeclip.launch import GuardedStrategy
 from lightning_moeclip.parallel import checks, ledger
 from lightning_moeclip.parallel.agreement import gather_objects, raise_together
@@ -226,7 +226,12 @@ class MoEClipStrategy(GuardedStrategy):
         roles = read_roles(module, self._settings.towers)
         checks.warn_of_scale_decay(optimizers, names, roles, undecayed_parameters(module))
         self._corridor = GradientCorridor(
-            module, self._plain_optimizers, self.mesh, self._settings, spread=frozenset(spread_names(module))
+            module,
+            self._plain_optimizers,
+            self.mesh,
+            self._settings,
+            spread=frozenset(spread_names(module)),
+            on_finished=self._note_reduction,
         )
         self.report = GradReport()
         self.precision_plugin.join(
@@ -290,20 +295,22 @@ class MoEClipStrategy(GuardedStrategy):
         corridor.begin(is_live=not self._is_stand_in, is_spoiled=self._is_spoiled)
         with self._in_step():  # activation checkpointing runs layers again
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        attendance = corridor.finish()
-        if attendance is not None:
-            self.report = GradReport(attendance=attendance)
-            self.end_if_terminated(attendance.is_termination_requested)
+        self.agree_on_termination()
+        corridor.finish()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def _note_reduction(self, attendance: Attendance) -> None:
+        self.report = GradReport(attendance)
+        self.end_if_terminated(attendance.is_termination_requested)
 
     def _note_clipping(self, clipped: GradReport) -> None:
         self.report = GradReport(self.report.attendance, clipped.total_norm, clipped.clip_factor)
 
     @override
     def agree_on_termination(self) -> None:
-        """Put this rank's wish to end into the next roll call, which every step reduces anyway."""
+        """Put this rank's wish to end into the next roll call, which every backward reduces anyway."""
         reducer = None if self._corridor is None else self._corridor.reducer
         if reducer is not None:
             reducer.is_termination_requested = self.termination_requested

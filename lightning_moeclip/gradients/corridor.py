@@ -77,6 +77,7 @@ class GradientCorridor:
         settings: CorridorSettings,
         *,
         spread: frozenset[str] = frozenset(),
+        on_finished: Callable[[Attendance], None] = lambda _: None,
     ) -> None:
         """Lay out the plan and hook the parameters.
 
@@ -86,6 +87,7 @@ class GradientCorridor:
             mesh: axes and groups.
             settings: the user's choices.
             spread: names of expert parameters of which this rank holds a slice.
+            on_finished: told the outcome of each reduction.
 
         Raises:
             RuntimeError: on every rank, when ranks differ in their parameters.
@@ -96,6 +98,7 @@ class GradientCorridor:
         self._mesh = mesh
         self._settings = settings
         self._spread = spread
+        self._on_finished = on_finished
         self.reducer: Reducer | None = None
         # kept alive, so that no other parameter gets the id of one of these
         self._shared = {
@@ -133,6 +136,7 @@ class GradientCorridor:
             is_idle_zero=self._settings.idle_expert == "zero",
             count_unplanned=self.count_unplanned,
             on_unplanned=self.rebuild,
+            on_finished=self._on_finished,
         )
         if previous is not None:
             self.reducer.adopt(previous)
@@ -175,11 +179,10 @@ class GradientCorridor:
         if self.reducer is not None:
             self.reducer.begin(is_live=is_live, is_spoiled=is_spoiled)
 
-    def finish(self) -> Attendance | None:
-        """After a backward: the reduced gradients are in ``.grad``. None while paused or on one process."""
-        if self.reducer is None:
-            return None
-        return self.reducer.finish()
+    def finish(self) -> None:
+        """After a backward: the reduced gradients are in ``.grad``. Nothing while paused or on one process."""
+        if self.reducer is not None:
+            self.reducer.finish()
 
     def detach(self) -> None:
         """Remove every hook."""

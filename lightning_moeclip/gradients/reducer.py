@@ -41,6 +41,7 @@ class Reducer:
         is_idle_zero: bool = False,
         count_unplanned: Callable[[], int] = lambda: 0,
         on_unplanned: Callable[[], None] = lambda: None,
+        on_finished: Callable[[Attendance], None] = lambda _: None,
     ) -> None:
         """Make the buckets and hook the parameters.
 
@@ -52,6 +53,7 @@ class Reducer:
             is_idle_zero: a parameter without a gradient on any rank gets zeros instead of None.
             count_unplanned: number of trainable parameters on this rank that the plan does not know.
             on_unplanned: called on all ranks when some rank counted one.
+            on_finished: told the outcome of each reduction, also of one that a raw ``loss.backward()`` ends.
         """
         self.plan = plan
         self.is_paused = False
@@ -61,6 +63,7 @@ class Reducer:
         self._is_idle_zero = is_idle_zero
         self._count_unplanned = count_unplanned
         self._on_unplanned = on_unplanned
+        self._on_finished = on_finished
         self.buckets = [
             Bucket(
                 bucket,
@@ -175,18 +178,15 @@ class Reducer:
             self._next += 1
 
     @torch.no_grad()
-    def finish(self) -> Attendance | None:
-        """Reduce what is left, wait for everything and point ``.grad`` at the reduced gradients.
+    def finish(self) -> None:
+        """Reduce what is left, wait for everything and point ``.grad`` at the reduced gradients; nothing while paused.
 
         Every rank must call this after the same backward, with or without gradients of its own.
-
-        Returns:
-            Who took part, equal on all ranks; None while paused.
         """
         self._is_driven = False
         self.is_live = True
         if self.is_paused:
-            return None
+            return
         for bucket in self._order[self._next :]:
             bucket.launch()
         totals = self._call_roll()
@@ -200,7 +200,7 @@ class Reducer:
         self._close()
         if totals[_UNPLANNED] > 0:
             self._on_unplanned()
-        return attendance
+        self._on_finished(attendance)
 
     def _call_roll(self) -> list[float]:
         world_size = self._mesh.world_size
