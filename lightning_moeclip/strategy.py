@@ -396,8 +396,8 @@ class MoEClipStrategy(GuardedStrategy):
         if self._corridor is not None:
             self._corridor.detach()
         # after spawn the main process tears down too, with neither ranks nor experts
-        has_experts = self._experts is not None and not self.has_failed
-        if has_experts and self._trainer.state.status != TrainerStatus.INTERRUPTED:
+        is_whole_run = not self.has_failed
+        if self._experts is not None and is_whole_run and self._trainer.state.status != TrainerStatus.INTERRUPTED:
             self._experts.gather()
         super().teardown()
 

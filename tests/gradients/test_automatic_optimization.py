@@ -182,6 +182,40 @@ def test_gradient_owed_by_a_rank_without_a_loss_equals_one_process(rank: Rank) -
         assert worst_error(parameters(net), parameters(true)) < TOLERANCE
 
 
+class _Meeting(torch.autograd.Function):
+    """Rows as they are; the backward is a collective, as that of a layer that has sent nothing on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        dist.all_reduce(torch.zeros(()))
+        return cotangent
+
+
+class Meeting(Net):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        # part c is used by rank 1 alone, and in step 1 rank 1 gives its loss up
+        y = ledger.enter(_Meeting.apply(self(batch, "ac" if self.global_rank else "ab")))
+        return None if batch_idx == 1 and self.global_rank == 1 else y.pow(2).mean()
+
+
+@on_ranks(2)
+def test_part_whose_loss_was_given_up_has_no_gradient_as_in_one_process(rank: Rank) -> None:
+    def uses(step: int, rank: int) -> str | None:
+        return "ab" if rank == 0 else None if step == 1 else "ac"
+
+    for accumulate in (1, 2):
+        net, true = Meeting(), Net(uses)
+        notebook = Notebook()
+        trainer(callbacks=[notebook], accumulate_grad_batches=accumulate).fit(net, share_of(BATCHES, rank))
+        for got, want in zip(notebook.gradients, in_plain_torch(true, accumulate=accumulate), strict=True):
+            assert worst_error(got, want) < TOLERANCE
+        assert worst_error(parameters(net), parameters(true)) < TOLERANCE
+
+
 @on_ranks(2)
 def test_idle_zero_moves_an_absent_parameter_as_zeros_do(rank: Rank) -> None:
     def uses(step: int, rank: int) -> str:

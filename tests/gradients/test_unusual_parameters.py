@@ -105,6 +105,23 @@ class LateReentrant(Reentrant):
         return self.loss(batch)
 
 
+class RawReentrant(Reentrant):
+    """loss.backward() without the strategy, whose end autograd announces once per checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        if self._trainer is None:  # in plain torch
+            return self.loss(batch)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.loss(batch).backward()
+        optimizer.step()
+        return None
+
+
 class ScalarAndExpert(Base):
     """Dense, expert and scalar parameters, one of them idle, under one clip."""
 
@@ -154,6 +171,15 @@ def test_odd_shapes_strides_and_graphs_equal_one_process(rank: Rank) -> None:
                 for k, (got, want) in enumerate(zip(notebook.gradients, in_plain_torch(true, clip=clip), strict=True)):
                     assert worst_error(got, want) < TOLERANCE, f"{kind.__name__}, step {k}"
                 assert worst_error(parameters(module), parameters(true)) < TOLERANCE, kind.__name__
+
+
+@on_ranks(2)
+def test_raw_backward_under_reentrant_checkpointing_equals_one_process(rank: Rank) -> None:
+    module, true = RawReentrant(), RawReentrant()
+    notebook = fit(module, rank, strategy=MoEClipStrategy(bucket_size_mb=1e-6))
+    for got, want in zip(notebook.gradients, in_plain_torch(true), strict=True):
+        assert worst_error(got, want) < TOLERANCE
+    assert worst_error(parameters(module), parameters(true)) < TOLERANCE
 
 
 @on_ranks(2)
@@ -246,7 +272,8 @@ def test_gradient_dtype_bfloat16_is_within_its_rounding_and_bit_equal_on_ranks(r
         terms = shares[0][name].abs() + shares[1][name].abs()
         error = (notebook.gradients[0][name] - gradient).abs()
         assert bool((error <= 2**-8 * (1 + 2**-8) * (terms + gradient.abs()) + 1e-6).all()), name
-        assert bool((error > 0).any()), f"{name} was not rounded at all"
+        # float32 alone would be a thousand times nearer
+        assert bool((error > 2**-12 * gradient.abs()).any()), f"{name} was not rounded at all"
 
 
 @on_ranks(2)
