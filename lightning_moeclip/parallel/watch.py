@@ -148,13 +148,14 @@ class FailureWatch:
         Returns:
             The error to raise instead, when another rank failed first and ``error`` only says that it is gone.
         """
-        self.own = Failure.of(self.rank, error)
-        first = self.own
+        own = first = Failure.of(self.rank, error)
         with suppress(RuntimeError):  # the store is gone: everybody sees that
             store = self._store or self._connect()
             if store is not None:
                 # compare_set returns what is there afterwards: the first failure of the run
-                first = _decode(store.compare_set(f"{self._key}/failure", "", json.dumps(asdict(self.own))))
+                first = _decode(store.compare_set(f"{self._key}/failure", "", json.dumps(asdict(own))))
+        # only now: from here on the watch may end this process
+        self.own = own
         if first.rank != self.rank:
             self.seen = self.seen or first
         if self.seen is not None and is_lost_peer(error):
