@@ -12,11 +12,15 @@ A gradient walks through one corridor::
 from importlib import import_module
 from pathlib import Path
 
+from lightning_moeclip.registry import register_with_lightning
+
 __version__ = "0.1.0"
 
 # the kernels live beside this package in the repository and are installed inside it: a checkout finds them too
 if not (Path(__file__).parent / "kernels").exists():
     __path__.append(str(Path(__file__).parent.parent))
+
+register_with_lightning()
 
 _HOMES = {
     "MoEClipStrategy": "lightning_moeclip.strategy",

@@ -28,7 +28,6 @@ call = _pytorch("trainer.call")
 TrainerFn = _pytorch("trainer.states").TrainerFn
 TrainerStatus = _pytorch("trainer.states").TrainerStatus
 DDPStrategy = _pytorch("strategies").DDPStrategy
-StrategyRegistry = _pytorch("strategies").StrategyRegistry
 Precision = _pytorch("plugins.precision").Precision
 MixedPrecision = _pytorch("plugins.precision").MixedPrecision
 DoublePrecision = _pytorch("plugins.precision").DoublePrecision
@@ -52,7 +51,6 @@ __all__ = [
     "MixedPrecision",
     "MultiProcessingLauncher",
     "Precision",
-    "StrategyRegistry",
     "SubprocessScriptLauncher",
     "Trainer",
     "TrainerFn",

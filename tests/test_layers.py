@@ -20,12 +20,13 @@ ALLOWED: dict[str, tuple[set[str], bool]] = {
     "precision": ({"parallel", "gradients", "state", "binding"}, True),
     "strategy": ({"parallel", "gradients", "state", "launch", "precision", "binding"}, True),
     "testing": ({"parallel", "gradients", "modules", "state", "precision", "strategy", "binding", "kernels"}, True),
-    "__init__": (set(), False),
+    "registry": (set(), False),
+    "__init__": ({"registry"}, False),
 }
 COLLECTIVE_FILES = {
     "gradients/collectives.py",
     "modules/dispatch.py",
-    "modules/losses.py",
+    "modules/global_batch.py",  # all exchanges of features and cotangents, for both losses
     "parallel/agreement.py",
     "state/canonical.py",
     "testing/on_ranks.py",

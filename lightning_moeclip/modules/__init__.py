@@ -1,1 +1,7 @@
+"""Parts for the user's model: ordinary modules on one process, exact when their work is spread over ranks."""
 
+from lightning_moeclip.modules.auxiliary import auxiliary_loss
+from lightning_moeclip.modules.losses import ContrastiveLoss, SigmoidLoss, contrastive_loss
+from lightning_moeclip.modules.moe import MoE
+
+__all__ = ["ContrastiveLoss", "MoE", "SigmoidLoss", "auxiliary_loss", "contrastive_loss"]

@@ -1,0 +1,130 @@
+"""The truths that kernels and modules are held to: plain torch, dense, in any floating dtype including float64.
+
+Legend of the shape suffixes: N samples of the global batch, D feature width; T tokens, H hidden width, E experts,
+K experts chosen per token. Written for reading, not for speed.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "contrastive_loss",
+    "load_balance_loss",
+    "moe_layer",
+    "router_logits_gradient",
+    "router_z_loss",
+    "sigmoid_loss",
+]
+
+
+def contrastive_loss(image_ND: Tensor, text_ND: Tensor, logit_scale: Tensor) -> Tensor:
+    """Symmetric InfoNCE of a whole batch, by a dense N x N matrix of logits.
+
+    L = 1/(2N) [sum_i (lse_j z_ij - z_ii) + sum_j (lse_i z_ij - z_jj)], z_ij = exp(logit_scale) I_i . T_j.
+    CLIP (Radford et al. 2021), figure 3.
+
+    Args:
+        image_ND: [N, D], image features as they enter the product.
+        text_ND: [N, D], row i is the partner of image i.
+        logit_scale: 0-d, the log of the scale.
+
+    Returns:
+        0-d, the mean over both directions and all samples.
+    """
+    z_NN = logit_scale.exp() * (image_ND @ text_ND.T)
+    by_image_N = z_NN.logsumexp(dim=1) - z_NN.diagonal()
+    by_text_N = z_NN.logsumexp(dim=0) - z_NN.diagonal()
+    return (by_image_N.sum() + by_text_N.sum()) / (2 * len(z_NN))
+
+
+def sigmoid_loss(image_ND: Tensor, text_ND: Tensor, logit_scale: Tensor, logit_bias: Tensor) -> Tensor:
+    """Pairwise sigmoid loss of a whole batch, by a dense N x N matrix of logits.
+
+    L = 1/N sum_ij softplus(-y_ij (exp(logit_scale) I_i . T_j + logit_bias)), y_ii = 1 and -1 elsewhere.
+    SigLIP (Zhai et al. 2023), equation 1 and algorithm 1.
+
+    Args:
+        image_ND: [N, D], image features as they enter the product.
+        text_ND: [N, D], row i is the partner of image i.
+        logit_scale: 0-d, the log of the scale.
+        logit_bias: 0-d, added to every logit.
+
+    Returns:
+        0-d, the sum over all pairs divided by N.
+    """
+    z_NN = logit_scale.exp() * (image_ND @ text_ND.T) + logit_bias
+    y_NN = 2 * torch.eye(len(z_NN), dtype=z_NN.dtype, device=z_NN.device) - 1
+    # not F.softplus: beyond 20 it is the identity, an error of 2e-9
+    return -torch.nn.functional.logsigmoid(y_NN * z_NN).sum() / len(z_NN)
+
+
+def moe_layer(
+    x_TD: Tensor,
+    router_ED: Tensor,
+    w_in_EDH: Tensor,
+    w_out_EHD: Tensor,
+    top_k: int,
+    *,
+    normalize_topk: bool,
+) -> Tensor:
+    """Y = sum over the top_k experts e of w_e gelu(x w_in[e]) w_out[e], every expert computed for every token.
+
+    Returns:
+        [T, D]. ``w`` is the softmax over all experts, divided by its sum over the chosen ones if normalised.
+    """
+    probs_TE = (x_TD @ router_ED.T).softmax(-1)
+    chosen_TK = probs_TE.topk(top_k, dim=-1).indices
+    mask_TE = torch.zeros_like(probs_TE).scatter(1, chosen_TK, 1.0)
+    weights_TE = probs_TE * mask_TE
+    if normalize_topk:
+        weights_TE = weights_TE / weights_TE.sum(-1, keepdim=True)
+    hidden_ETH = torch.nn.functional.gelu(torch.einsum("td,edh->eth", x_TD, w_in_EDH))
+    return torch.einsum("te,eth,ehd->td", weights_TE, hidden_ETH, w_out_EHD)
+
+
+def router_logits_gradient(
+    logits_TE: Tensor, chosen_TK: Tensor, alignment_TE: Tensor, *, normalize_topk: bool, rule: str = "exact"
+) -> Tensor:
+    """dL/dz of the router logits z, from a_e = <dL/dy, f_e>.
+
+    With p = softmax(z), K the chosen experts and w their weights:
+    exact, w = p: dL/dz_j = p_j (1[j in K] a_j - sum_K p_e a_e);
+    exact, w = p / sum_K p: dL/dz_j = 1[j in K] w_j (a_j - sum_K w_e a_e);
+    compensated: the first with the rows of inactive experts times E / K;
+    dense: p_j (a_j - sum over all e of p_e a_e), where a of an inactive expert is taken with its mean output.
+
+    Returns:
+        [T, E].
+    """
+    probs_TE = logits_TE.softmax(-1)
+    chosen_TE = torch.zeros_like(probs_TE).scatter(1, chosen_TK, 1.0)
+    if rule == "dense":
+        return probs_TE * (alignment_TE - (probs_TE * alignment_TE).sum(-1, keepdim=True))
+    weights_TE = probs_TE * chosen_TE
+    if normalize_topk:
+        weights_TE = weights_TE / weights_TE.sum(-1, keepdim=True)
+        return weights_TE * (alignment_TE - (weights_TE * alignment_TE).sum(-1, keepdim=True))
+    exact_TE = probs_TE * (chosen_TE * alignment_TE - (weights_TE * alignment_TE).sum(-1, keepdim=True))
+    if rule == "compensated":
+        factor = logits_TE.shape[1] / chosen_TK.shape[1]
+        return torch.where(chosen_TE.bool(), exact_TE, factor * exact_TE)
+    return exact_TE
+
+
+def load_balance_loss(logits_TE: Tensor, top_k: int) -> Tensor:
+    """E * sum_e f_e P_e (Switch Transformer, Fedus et al. 2021, equations 4-6), over all tokens of all ranks.
+
+    f_e is the share of the T * top_k choices that fell on expert e, P_e the mean probability of e. No tokens: zero.
+    """
+    num_tokens, num_experts = logits_TE.shape
+    if num_tokens == 0:
+        return logits_TE.sum()
+    probs_TE = logits_TE.softmax(-1)
+    chosen_TK = logits_TE.topk(top_k, dim=-1).indices
+    share_E = torch.zeros_like(probs_TE).scatter(1, chosen_TK, 1.0).sum(0) / (top_k * num_tokens)
+    return num_experts * (share_E * probs_TE.mean(0)).sum()
+
+
+def router_z_loss(logits_TE: Tensor) -> Tensor:
+    """Mean over tokens of logsumexp(z)^2 (ST-MoE, Zoph et al. 2022, equation 5). No tokens: zero."""
+    return logits_TE.logsumexp(-1).square().sum() / max(logits_TE.shape[0], 1)

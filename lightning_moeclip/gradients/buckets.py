@@ -1,0 +1,185 @@
+"""Flat gradient buffers that ``.grad`` views.
+
+A gradient that autograd hands over fresh is divided and packed into its place in one pass, and the fresh tensor is
+freed at once: after backward there is one copy of the gradients, in the buckets.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_moeclip.gradients.collectives import start_sum, sum_over
+from lightning_moeclip.parallel.plan import BucketPlan, PlannedParameter
+
+__all__ = ["Bucket", "Slot"]
+
+
+class Slot:
+    """Place of one parameter in a bucket, and what it holds in the current backward.
+
+    Attributes:
+        view: part of the bucket's flat buffer, in the shape and strides of the parameter.
+        num_fired: gradients that arrived since the last reduction.
+        is_packed: the view holds this rank's divided gradient.
+        is_late: a gradient arrived after the bucket was launched, and waits in ``.grad``.
+        is_reduced: the view still holds the result of an earlier reduction.
+    """
+
+    __slots__ = ("bucket", "is_late", "is_packed", "is_reduced", "num_fired", "parameter", "planned", "view")
+
+    def __init__(self, planned: PlannedParameter, parameter: nn.Parameter, bucket: "Bucket", view: Tensor) -> None:
+        self.planned = planned
+        self.parameter = parameter
+        self.bucket = bucket
+        self.view = view
+        self.is_reduced = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the last backward; what the view holds stays."""
+        self.num_fired = 0
+        self.is_packed = False
+        self.is_late = False
+
+    def keep(self) -> None:
+        """Add to this rank's undivided sum, without communication: ``.grad`` becomes the view."""
+        grad = self.parameter.grad
+        if grad is not self.view:
+            # .grad was None or foreign before, so what autograd left is the whole sum
+            assert grad is not None, "a hook fired without a gradient"
+            self.view.copy_(grad.detach())
+            self.parameter.grad = self.view
+        self.is_reduced = False
+
+    def pack(self) -> None:
+        """Divide what autograd left into the view, and free it."""
+        grad = self.parameter.grad
+        assert grad is not None, "a hook fired without a gradient"
+        factor = self.bucket.factor
+        if self.is_packed:  # fired before in this backward, for another use of the parameter
+            self.view.add_(grad.detach(), alpha=factor)
+        elif grad is self.view:
+            self.view.mul_(factor)
+        else:
+            torch.mul(grad.detach(), factor, out=self.view)
+        self.parameter.grad = None
+        self.is_packed = True
+        self.is_reduced = False
+
+    def close(self) -> bool:
+        """Give the view its final content before the launch; returns whether there is a gradient at all."""
+        if self.is_packed:
+            return True
+        grad = self.parameter.grad
+        if grad is None:
+            self.view.zero_()
+            self.is_reduced = False
+            return False
+        if grad is self.view and self.is_reduced:
+            self.view.mul_(1.0 / self.bucket.num_replicas)  # comes back as it was: the sum has that many equal terms
+            self.parameter.grad = None
+            self.is_packed, self.is_reduced = True, False
+        else:
+            self.pack()
+        return True
+
+    def reopen(self) -> None:
+        """Before another gradient is added to a reduced one: undo the division of ranks that hold no replica.
+
+        Reducing again takes (1/W) of the sum over R replicas, so the reduced part has to enter as W/R of itself.
+        """
+        if self.is_reduced and self.parameter.grad is self.view:
+            self.view.mul_(1.0 / (self.bucket.factor * self.bucket.num_replicas))
+            self.is_reduced = False
+
+
+class Bucket:
+    """Gradients that are reduced in one collective.
+
+    Attributes:
+        slots: places in the flat buffer, in the order in which gradients are expected.
+        factor: what each gradient is multiplied by when packed: 1/W.
+        num_replicas: ranks that sum this bucket.
+        is_deferred: launched when backward ends: some gradient may not come, or come twice. None until one
+            backward was seen.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        divisor: int,
+        num_replicas: int,
+        group: dist.ProcessGroup | None,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.plan = plan
+        self.factor = 1.0 / divisor
+        self.num_replicas = num_replicas
+        self.group = group
+        self.is_deferred: bool | None = None
+        self.num_packed = 0
+        self.is_launched = False
+        self._work: dist.Work | None = None
+        members = [(planned, parameters[planned.name]) for planned in plan.parameters]
+        self.flat = torch.zeros(sum(p.numel() for _, p in members), dtype=plan.dtype, device=plan.device)
+        self._wire = None if wire_dtype in (None, plan.dtype) else torch.empty_like(self.flat, dtype=wire_dtype)
+        parts = self.flat.split([p.numel() for _, p in members])
+        self.slots = [Slot(pl, p, self, _view_like(part, p)) for (pl, p), part in zip(members, parts, strict=True)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the flat buffer."""
+        return self.flat.numel() * self.flat.element_size()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every gradient has come."""
+        return self.num_packed == len(self.slots)
+
+    def reset(self) -> None:
+        """Make ready for the next backward."""
+        self.num_packed = 0
+        self.is_launched = False
+        for slot in self.slots:
+            slot.reset()
+
+    def launch(self) -> None:
+        """Fill what is missing with zeros and start the sum."""
+        for slot in self.slots:
+            slot.close()
+        self.is_launched = True
+        if self._wire is not None:
+            self._wire.copy_(self.flat)
+        self._work = start_sum(self.flat if self._wire is None else self._wire, self.group)
+
+    def wait(self) -> None:
+        """Wait for the sum; the views hold the reduced gradients afterwards."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._wire is not None:
+            self.flat.copy_(self._wire)
+
+    def add_late_parts(self) -> None:
+        """Reduce what arrived after the launch and add it; every rank of the group must call this."""
+        late = torch.zeros_like(self.flat)
+        parts = late.split([slot.view.numel() for slot in self.slots])
+        for slot, part in zip(self.slots, parts, strict=True):
+            if slot.is_late:
+                grad = slot.parameter.grad
+                assert grad is not None, "a late gradient was lost"
+                torch.mul(grad.detach(), self.factor, out=_view_like(part, slot.parameter))
+                slot.parameter.grad = None
+        self.flat.add_(sum_over(late, self.group))
+
+
+def _view_like(part: Tensor, parameter: nn.Parameter) -> Tensor:
+    """``part`` in the shape of the parameter, with its strides where they fill memory without holes."""
+    # preserved strides mean non-overlapping and dense
+    if torch.empty_like(parameter, memory_format=torch.preserve_format).stride() == parameter.stride():
+        return part.as_strided(parameter.size(), parameter.stride(), part.storage_offset())
+    return part.view(parameter.size())

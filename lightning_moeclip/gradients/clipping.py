@@ -1,0 +1,68 @@
+"""One total gradient norm over all ranks, every logical parameter counted once."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_moeclip.gradients.collectives import sum_over
+from lightning_moeclip.parallel.mesh import Mesh
+from lightning_moeclip.parallel.plan import SyncPlan
+
+__all__ = ["GradientClipper"]
+
+
+class GradientClipper:
+    """Norm and clip factor that are bit-identical on all ranks.
+
+    Of the ranks that hold a replica one counts it, in turn, so that the work is shared and nothing is counted twice;
+    slices of spread experts are counted where they lie. One number is reduced.
+    """
+
+    def __init__(self, plan: SyncPlan, parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
+        self._group = mesh.gradient_groups["dp"]
+        self._elsewhere = {
+            id(parameters[planned.name])
+            for index, planned in enumerate(plan.parameters)
+            if plan.replicas[planned.axis][index % len(plan.replicas[planned.axis])] != mesh.rank
+        }
+
+    @torch.no_grad()
+    def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """L2 norm of the reduced gradients of ``parameters`` over all ranks.
+
+        Every rank must call this with the same logical parameters.
+
+        Returns:
+            0-d tensor, float64 for float64 gradients and float32 otherwise; non-finite when a gradient is.
+        """
+        with_grad = [p for p in parameters if p.grad is not None]
+        mine = [p.grad for p in with_grad if id(p) not in self._elsewhere]
+        device = with_grad[0].device if with_grad else torch.device("cpu")
+        square = torch.zeros(1, dtype=torch.float64, device=device)
+        for grad in mine:
+            assert grad is not None, "filtered above"
+            dtype = torch.float64 if grad.dtype is torch.float64 else torch.float32
+            square += torch.linalg.vector_norm(grad, dtype=dtype).double().square()
+        norm = sum_over(square, self._group).sqrt().squeeze(0)
+        is_double = any(p.dtype is torch.float64 for p in with_grad)
+        return norm if is_double else norm.float()
+
+    @torch.no_grad()
+    def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> tuple[Tensor, Tensor]:
+        """Scale the gradients of ``parameters`` so that their total norm is at most ``max_norm``.
+
+        Returns:
+            The norm before clipping and the factor, 0-d each. The factor is that of
+            ``torch.nn.utils.clip_grad_norm_``: min(1, max_norm / (norm + 1e-6)).
+        """
+        members = list(parameters)
+        norm = self.total_norm(members)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for parameter in members:
+            if parameter.grad is not None:
+                by_kind.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
+        for (dtype, device), grads in by_kind.items():
+            torch._foreach_mul_(grads, factor.to(device=device, dtype=dtype))
+        return norm, factor

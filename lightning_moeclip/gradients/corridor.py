@@ -1,0 +1,175 @@
+"""The corridor of one training run: from a module and its optimizers to plan, buckets and clipping."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_moeclip.gradients.clipping import GradientClipper
+from lightning_moeclip.gradients.reducer import Reducer
+from lightning_moeclip.gradients.report import Attendance
+from lightning_moeclip.parallel import checks
+from lightning_moeclip.parallel.mesh import Mesh
+from lightning_moeclip.parallel.plan import SyncPlan, build_plan
+from lightning_moeclip.parallel.roles import ParamRole, Towers, read_roles
+
+__all__ = ["CorridorSettings", "GradientCorridor", "optimizer_only_parameters"]
+
+
+@dataclass(frozen=True)
+class CorridorSettings:
+    """What a user chose about the way of gradients.
+
+    Attributes:
+        towers: module paths by tower; None recognises known layouts.
+        bucket_size_mb: upper bound of a bucket, in MiB.
+        gradient_dtype: dtype in which gradients are summed over ranks; None is each gradient's own.
+        idle_expert: what a parameter without a gradient on any rank gets: "skip" None, "zero" zeros.
+    """
+
+    towers: Towers | None = None
+    bucket_size_mb: float = 25.0
+    gradient_dtype: torch.dtype | None = None
+    idle_expert: Literal["skip", "zero"] = "skip"
+
+    def __post_init__(self) -> None:
+        if not self.bucket_size_mb > 0:
+            raise ValueError(f"bucket_size_mb={self.bucket_size_mb} must be positive. The default is 25.0.")
+        if self.idle_expert not in ("skip", "zero"):
+            raise ValueError(f'idle_expert={self.idle_expert!r} must be "skip" (the default) or "zero".')
+        if self.gradient_dtype is not None and not self.gradient_dtype.is_floating_point:
+            raise ValueError(f"gradient_dtype={self.gradient_dtype} must be a floating-point dtype, or None.")
+
+
+def optimizer_only_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
+    """Parameters that an optimizer steps and the module does not have, by their place in the optimizer."""
+    known = {id(p) for p in module.parameters()}
+    found = {}
+    for i, optimizer in enumerate(optimizers):
+        for j, group in enumerate(optimizer.param_groups):
+            for k, parameter in enumerate(group["params"]):
+                if id(parameter) not in known:
+                    known.add(id(parameter))
+                    found[f"optimizer{i}.group{j}.{k}"] = parameter
+    return found
+
+
+class GradientCorridor:
+    """Reduces, counts and clips the gradients of a module over the ranks of a mesh.
+
+    Making one compares the plan over ranks: every rank makes it at the same point.
+
+    Attributes:
+        plan: who reduces what, equal on all ranks.
+        reducer: None on one process.
+        clipper: total norm over all ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Callable[[], Sequence[Optimizer]],
+        mesh: Mesh,
+        settings: CorridorSettings,
+        *,
+        spread: frozenset[str] = frozenset(),
+    ) -> None:
+        """Lay out the plan and hook the parameters.
+
+        Args:
+            module: the user's module, experts spread already.
+            optimizers: the optimizers of the run; asked again when the plan is made anew.
+            mesh: axes and groups.
+            settings: the user's choices.
+            spread: names of expert parameters of which this rank holds a slice.
+
+        Raises:
+            RuntimeError: on every rank, when ranks differ in their parameters.
+            ValueError: a parameter is in two optimizers, or ``towers`` is wrong.
+        """
+        self._module = module
+        self._optimizers = optimizers
+        self._mesh = mesh
+        self._settings = settings
+        self._spread = spread
+        self.reducer: Reducer | None = None
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        outside = optimizer_only_parameters(self._module, self._optimizers())
+        roles = dict(read_roles(self._module, self._settings.towers))
+        roles |= {name: ParamRole(None, "logit_scale" if p.ndim == 0 else "dense") for name, p in outside.items()}
+        trainable = {n: p for n, p in [*self._module.named_parameters(), *outside.items()] if p.requires_grad}
+        self._planned = frozenset(id(p) for p in trainable.values())
+        self.plan: SyncPlan = build_plan(
+            trainable,
+            roles,
+            self._mesh,
+            spread=self._spread,
+            optimizer_only=frozenset(outside),
+            bucket_size_mb=self._settings.bucket_size_mb,
+        )
+        checks.check_same_on_all_ranks(self.plan.fingerprint(), what="The set of trainable parameters")
+        self.clipper = GradientClipper(self.plan, trainable, self._mesh)
+        if self._mesh.world_size == 1:
+            return
+        previous = self.reducer
+        if previous is not None:
+            previous.detach()
+        self.reducer = Reducer(
+            self.plan,
+            trainable,
+            self._mesh,
+            wire_dtype=self._settings.gradient_dtype,
+            is_idle_zero=self._settings.idle_expert == "zero",
+            count_unplanned=self.count_unplanned,
+            on_unplanned=self.rebuild,
+        )
+        if previous is not None:
+            self.reducer.adopt(previous)
+            self.reducer.is_termination_requested = previous.is_termination_requested
+
+    def count_unplanned(self) -> int:
+        """Trainable parameters that an optimizer steps and the plan does not know: unfrozen or added since."""
+        return sum(
+            parameter.requires_grad and id(parameter) not in self._planned
+            for optimizer in self._optimizers()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+
+    def is_outdated(self) -> bool:
+        """Whether this rank's trainable parameters are no longer those of the plan."""
+        outside = optimizer_only_parameters(self._module, self._optimizers())
+        trainable = {id(p) for p in [*self._module.parameters(), *outside.values()] if p.requires_grad}
+        return trainable != self._planned
+
+    def rebuild(self) -> None:
+        """Make the plan anew, keeping gradients; every rank calls this at the same point."""
+        self._lay_out()
+
+    def begin(self, *, is_live: bool = True) -> None:
+        """Before a backward whose reduction ``finish`` will end.
+
+        Args:
+            is_live: the loss is this rank's own, and not a stand-in for a missing one.
+        """
+        if self.reducer is not None:
+            self.reducer.is_live = is_live
+            self.reducer.begin()
+
+    def finish(self) -> Attendance | None:
+        """After a backward: the reduced gradients are in ``.grad``. None while paused or on one process."""
+        if self.reducer is None:
+            return None
+        attendance = self.reducer.finish()
+        self.reducer.is_live = True
+        return attendance
+
+    def detach(self) -> None:
+        """Remove every hook."""
+        if self.reducer is not None:
+            self.reducer.detach()

@@ -1,0 +1,245 @@
+"""From autograd's hooks to reduced gradients: pack, launch in one fixed order, wait, agree on who was missing.
+
+The end of a reduction reads one small reduced vector on the host, the roll call: a parameter without a gradient on
+any rank must end with ``grad=None``, and what arrived late must be reduced by all ranks or by none.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from lightning_moeclip.gradients.buckets import Bucket, Slot
+from lightning_moeclip.gradients.collectives import sum_over
+from lightning_moeclip.gradients.report import Attendance
+from lightning_moeclip.parallel.mesh import Mesh
+from lightning_moeclip.parallel.plan import SyncPlan
+
+__all__ = ["Reducer"]
+
+# fields of the roll call before the presence of each parameter
+_LIVE, _LATE, _UNPLANNED, _TERMINATE, _NUM_FIELDS = range(5)
+
+
+class Reducer:
+    """Reduces the gradients of a plan during each backward.
+
+    Attributes:
+        is_paused: gradients are summed on this rank alone, as for the first micro-batches of an accumulation.
+        is_live: this rank's loss counts; False while a zero stands in for a missing one.
+        is_termination_requested: goes into the roll call, so that all ranks learn of it.
+    """
+
+    def __init__(
+        self,
+        plan: SyncPlan,
+        parameters: Mapping[str, nn.Parameter],
+        mesh: Mesh,
+        *,
+        wire_dtype: torch.dtype | None = None,
+        is_idle_zero: bool = False,
+        count_unplanned: Callable[[], int] = lambda: 0,
+        on_unplanned: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Make the buckets and hook the parameters.
+
+        Args:
+            plan: layout, equal on all ranks.
+            parameters: the Parameter objects by name.
+            mesh: axes and groups.
+            wire_dtype: dtype of the collectives; None sends gradients as they are.
+            is_idle_zero: a parameter without a gradient on any rank gets zeros instead of None.
+            count_unplanned: number of trainable parameters on this rank that the plan does not know.
+            on_unplanned: called on all ranks when some rank counted one.
+        """
+        self.plan = plan
+        self.is_paused = False
+        self.is_live = True
+        self.is_termination_requested = False
+        self._mesh = mesh
+        self._is_idle_zero = is_idle_zero
+        self._count_unplanned = count_unplanned
+        self._on_unplanned = on_unplanned
+        self.buckets = [
+            Bucket(
+                bucket,
+                parameters,
+                divisor=plan.divisor,
+                num_replicas=len(plan.replicas[bucket.axis]),
+                group=mesh.gradient_groups[bucket.axis],
+                wire_dtype=wire_dtype,
+            )
+            for bucket in plan.buckets
+        ]
+        self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        self._roll = torch.zeros(_NUM_FIELDS + len(self._slots), dtype=torch.float32, device=self._roll_device())
+        self._order = list(self.buckets)
+        self._next = 0
+        self._is_open = False
+        self._was_live = False
+        self._is_driven = False
+        self._handles = [handle for slot in self._slots for handle in self._hook(slot)]
+
+    def _roll_device(self) -> torch.device:
+        return self._slots[0].view.device if self._slots else torch.device("cpu")
+
+    def _hook(self, slot: Slot) -> list[torch.utils.hooks.RemovableHandle]:
+        handles = [slot.parameter.register_post_accumulate_grad_hook(lambda _: self._on_gradient(slot))]
+        if slot.bucket.num_replicas != self.plan.divisor:
+            handles.append(slot.parameter.register_hook(lambda _: self._reopen(slot)))
+        return handles
+
+    def detach(self) -> None:
+        """Remove the hooks; reduced gradients stay where they are."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def begin(self) -> None:
+        """Say that ``finish`` will be called after this backward."""
+        self._is_driven = True
+
+    @torch.no_grad()
+    def _reopen(self, slot: Slot) -> None:
+        slot.reopen()
+
+    @torch.no_grad()
+    def _on_gradient(self, slot: Slot) -> None:
+        grad = slot.parameter.grad
+        if grad is not None and grad.layout is not torch.strided:
+            raise TypeError(
+                f"{slot.planned.name} got a {grad.layout} gradient. Gradients are summed over ranks in flat buffers, "
+                "which hold every row. Use nn.Embedding(..., sparse=False)."
+            )
+        self._was_live |= self.is_live
+        if self.is_paused:
+            slot.keep()
+            return
+        self._open()
+        slot.num_fired += 1
+        bucket = slot.bucket
+        if bucket.is_launched:
+            slot.is_late = True  # the buffer is in flight: this part waits in .grad
+            return
+        is_first = not slot.is_packed
+        slot.pack()
+        if is_first:
+            bucket.num_packed += 1
+            if bucket.is_full:
+                self._launch_ready()
+
+    def _open(self) -> None:
+        if not self._is_open:
+            self._is_open = True
+            if not self._is_driven:
+                # a raw loss.backward(): autograd calls back when it ends
+                torch.autograd.Variable._execution_engine.queue_callback(self._finish_raw)
+
+    def _finish_raw(self) -> None:
+        if self._is_open:
+            self.finish()
+
+    def _launch_ready(self) -> None:
+        while self._next < len(self._order):
+            bucket = self._order[self._next]
+            if bucket.is_deferred is not False or not bucket.is_full:
+                return
+            bucket.launch()
+            self._next += 1
+
+    @torch.no_grad()
+    def finish(self) -> Attendance | None:
+        """Reduce what is left, wait for everything and point ``.grad`` at the reduced gradients.
+
+        Every rank must call this after the same backward, with or without gradients of its own.
+
+        Returns:
+            Who took part, equal on all ranks; None while paused.
+        """
+        self._is_driven = False
+        if self.is_paused:
+            return None
+        for bucket in self._order[self._next :]:
+            bucket.launch()
+        totals = self._call_roll()
+        for bucket in self._order:
+            bucket.wait()
+        if totals[_LATE] > 0:
+            for bucket in self._order:
+                bucket.add_late_parts()
+        attendance = self._hand_out(totals)
+        self._learn_order(totals)
+        self._close()
+        if totals[_UNPLANNED] > 0:
+            self._on_unplanned()
+        return attendance
+
+    def _call_roll(self) -> list[float]:
+        world_size = self._mesh.world_size
+        roll = [0.0] * self._roll.numel()
+        roll[_LIVE] = float(self._was_live)
+        roll[_LATE] = float(sum(slot.is_late for slot in self._slots))
+        roll[_UNPLANNED] = float(self._count_unplanned())
+        roll[_TERMINATE] = float(self.is_termination_requested)
+        for index, slot in enumerate(self._slots, start=_NUM_FIELDS):
+            # a stand-in for a missing loss reaches spread experts too, whose gradients may be owed to other ranks
+            if slot.is_packed and (self._was_live or slot.planned.axis == "edp"):
+                roll[index] = 1.0 if slot.num_fired == 1 else world_size + 1.0
+        self._roll.copy_(torch.tensor(roll))
+        return sum_over(self._roll, self._mesh.gradient_groups["dp"]).tolist()
+
+    def _hand_out(self, totals: list[float]) -> Attendance:
+        absent = []
+        for slot, presence in zip(self._slots, totals[_NUM_FIELDS:], strict=True):
+            is_present = presence > 0 and totals[_LIVE] > 0
+            if not is_present:
+                absent.append(slot.planned.name)
+                slot.view.zero_()
+            is_shown = is_present or (self._is_idle_zero and slot.parameter.requires_grad)
+            slot.parameter.grad = slot.view if is_shown else None
+            slot.is_reduced = is_shown
+        return Attendance(
+            num_live_ranks=int(totals[_LIVE]),
+            absent=tuple(absent),
+            is_termination_requested=totals[_TERMINATE] > 0,
+        )
+
+    def _learn_order(self, totals: list[float]) -> None:
+        """Move buckets whose gradients do not all come exactly once behind the others, equally on all ranks."""
+        if totals[_LIVE] < self._mesh.world_size:
+            return  # a rank without a loss says nothing about which gradients come
+        presence = iter(totals[_NUM_FIELDS:])
+        for bucket in self.buckets:
+            counts = [next(presence) for _ in bucket.slots]
+            is_steady = all(count == self._mesh.world_size for count in counts)
+            bucket.is_deferred = bool(bucket.is_deferred) or not is_steady
+        self._order = sorted(self.buckets, key=lambda bucket: bool(bucket.is_deferred))
+
+    @torch.no_grad()
+    def adopt(self, previous: "Reducer") -> None:
+        """Take over the gradients of a reducer with another plan, and reduce those that it did not know.
+
+        Every rank must call this after the same ``finish``.
+        """
+        known = {id(slot.parameter): slot for slot in previous._slots}
+        newcomers = [slot for slot in self._slots if id(slot.parameter) not in known]
+        presence = torch.tensor([float(slot.parameter.grad is not None) for slot in newcomers])
+        for slot in newcomers:
+            slot.close()
+            sum_over(slot.view, slot.bucket.group)
+        totals = sum_over(presence.to(self._roll.device), self._mesh.gradient_groups["dp"]).tolist()
+        for slot, total in zip(newcomers, totals, strict=True):
+            slot.parameter.grad = slot.view if total > 0 else None
+        for slot in self._slots:
+            if id(slot.parameter) in known and slot.parameter.grad is not None:
+                slot.view.copy_(slot.parameter.grad)
+                slot.parameter.grad = slot.view
+            slot.is_reduced = slot.parameter.grad is not None
+            slot.reset()
+
+    def _close(self) -> None:
+        for bucket in self.buckets:
+            bucket.reset()
+        self._next = 0
+        self._is_open = False
+        self._was_live = False

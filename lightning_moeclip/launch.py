@@ -1,0 +1,318 @@
+"""The part of the strategy that starts and ends a run: launchers, failing ranks, signals, batch counts."""
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from typing_extensions import override
+
+from lightning_moeclip.binding import DDPStrategy, MultiProcessingLauncher, SubprocessScriptLauncher, TrainerFn, pl
+from lightning_moeclip.parallel.agreement import gather_objects, is_any
+from lightning_moeclip.parallel.watch import FailureWatch, client_at, client_of
+
+__all__ = ["GuardedStrategy"]
+
+_log = logging.getLogger(__name__)
+_TunerExit = pl.utilities.exceptions._TunerExitException
+_Terminated = pl.utilities.exceptions.SIGTERMException
+STARTUP_S = 300.0  # a rank that reads its data before it trains is late by minutes, not by more
+LAUNCHER_GRACE_S = 1.0  # the process that started the others ends last
+
+
+class _Guarded:
+    """The function that a launcher runs, with failures told to the other ranks. Can be pickled, for ``spawn``."""
+
+    def __init__(self, strategy: "GuardedStrategy", function: Callable[..., Any]) -> None:
+        self.strategy = strategy
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.function(*args, **kwargs)
+        except BaseException as error:
+            # before any on_exception hook: one that waits for the other ranks must not delay this
+            instead = self.strategy.go_down(error)
+            if instead is not None:
+                raise instead from None
+            raise
+
+
+class _GuardedSubprocessLauncher(SubprocessScriptLauncher):
+    strategy: "GuardedStrategy"
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        return super().launch(_Guarded(self.strategy, function), *args, trainer=trainer, **kwargs)
+
+
+class _GuardedMultiProcessingLauncher(MultiProcessingLauncher):
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        return super().launch(_Guarded(self._strategy, function), *args, trainer=trainer, **kwargs)
+
+
+class GuardedStrategy(DDPStrategy):
+    """DDP that ends on every rank, with the user's own error, when one rank fails.
+
+    With one process everything here is inert.
+    """
+
+    _launcher: Any
+    _watch: FailureWatch | None = None
+    _is_terminated = False
+    _has_agreed_to_end = False
+    _names_at_connect: frozenset[str] = frozenset()
+    _checked_epoch: int | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank or another one is going down: nothing may be gathered any more."""
+        return self._watch is not None and self._watch.failure is not None
+
+    @property
+    def termination_requested(self) -> bool:
+        """Whether this rank was asked to end (SIGTERM); the ranks agree on it at the next optimizer step."""
+        return self._is_terminated
+
+    def end_if_terminated(self, any_rank: bool) -> None:
+        """End this run after the current batch when any rank was asked to.
+
+        Args:
+            any_rank: ``termination_requested`` of any rank, reduced; the same on all ranks.
+        """
+        if any_rank and self._watch is not None:
+            self._has_agreed_to_end = True
+            self._trainer._signal_connector.received_sigterm = True
+
+    def agree_on_termination(self) -> None:
+        """Find out whether any rank was asked to end, once per optimizer step: one number over the world.
+
+        A strategy that reduces a vector at each step anyway overrides this with nothing, puts
+        ``termination_requested`` into the vector and calls ``end_if_terminated``.
+        """
+        self.end_if_terminated(is_any(self.termination_requested, device=self.root_device))
+
+    def go_down(self, error: BaseException) -> RuntimeError | None:
+        """Tell the other ranks about an error on this one, once.
+
+        Args:
+            error: what was raised here.
+
+        Returns:
+            The error to raise instead, when ``error`` only says that another rank is gone.
+        """
+        if self._watch is None or self._watch.own is not None or isinstance(error, _TunerExit):
+            return None
+        if self._has_agreed_to_end and isinstance(error, _Terminated):
+            return None
+        return self._watch.publish(error)
+
+    # -- start and end
+
+    @override
+    def connect(self, model: Any) -> None:
+        super().connect(model)
+        self._names_at_connect = frozenset(name for name, _ in model.named_parameters())
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if type(self._launcher) is SubprocessScriptLauncher:
+            self._launcher = _GuardedSubprocessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher.strategy = self
+        elif type(self._launcher) is MultiProcessingLauncher:
+            self._launcher = _GuardedMultiProcessingLauncher(self, start_method=self._start_method)
+
+    @override
+    def setup_environment(self) -> None:
+        self._start_watch()
+        super().setup_environment()
+        if self._watch is not None:
+            self._watch.arrived()
+            self._replace_signal_handling()
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and self._start_method != "popen":
+            self._check_parameters_outlive_the_run()
+        super().setup(trainer)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        # where a launcher of somebody else ran the function, this is the first that is heard of it
+        self.go_down(exception)
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        if self._watch is None:
+            return
+        if self.has_failed:
+            self._watch.leave()
+        else:
+            self._watch.stop()
+            self._watch = None
+
+    # -- nothing waits for the others once a rank has failed
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not self.has_failed:
+            super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self.has_failed else super().broadcast(obj, src)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return tensor if self.has_failed else super().reduce(tensor, group=group, reduce_op=reduce_op)
+
+    @override
+    def save_checkpoint(self, checkpoint: Mapping[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if not self.has_failed:
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            return
+        assert self._watch is not None, "only a watched run has failed"
+        shard = f"{os.fspath(filepath)}.rank{self.global_rank}"
+        with self._watch.saving():
+            self.checkpoint_io.save_checkpoint(checkpoint, shard, storage_options=storage_options)
+        # logged, not warned: where warnings are errors it would take the place of the user's own
+        _log.warning(
+            f"The run has failed, so nothing was gathered: rank {self.global_rank} wrote what it holds to {shard}. "
+            "Resume from the last whole checkpoint."
+        )
+
+    # -- in the run
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._watch is not None:
+            self.agree_on_termination()
+        return output
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Compare the number of batches over the ranks when an epoch starts."""
+        super().on_train_batch_start(batch, batch_idx)
+        epoch = self._trainer.current_epoch
+        if self._watch is not None and (batch_idx == 0 or epoch != self._checked_epoch):
+            self._checked_epoch = epoch
+            self._check_batch_counts("training", [self._trainer.num_training_batches])
+
+    def on_validation_start(self) -> None:
+        """Compare the number of batches over the ranks."""
+        super().on_validation_start()
+        trainer = self._trainer
+        counts = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        self._check_batch_counts("validation", counts)
+
+    def on_test_start(self) -> None:
+        """Compare the number of batches over the ranks."""
+        super().on_test_start()
+        self._check_batch_counts("test", self._trainer.num_test_batches)
+
+    def _check_batch_counts(self, stage: str, counts: list[int | float]) -> None:
+        if self._watch is None or self._allows_empty_loaders():
+            return
+        by_rank = [tuple(counts) for counts in gather_objects(counts)]
+        if len(set(by_rank)) == 1:
+            return
+        told = ", ".join(f"rank {rank}: {' + '.join(map(str, row))}" for rank, row in enumerate(by_rank))
+        raise RuntimeError(
+            f"The ranks have different numbers of {stage} batches ({told}), and each batch is a collective: the run "
+            "would hang at the end of the shortest. Give every rank the same number, with a sampler that pads or "
+            f"drops (torch.utils.data.DistributedSampler) or Trainer(limit_{_LIMITS[stage]}_batches=...)."
+        )
+
+    def _allows_empty_loaders(self) -> bool:
+        # a rank without batches does not come here, and its user has said that this is meant
+        sources = (self.lightning_module, self._trainer.datamodule)
+        return any(getattr(s, "allow_zero_length_dataloader_with_multiple_devices", False) for s in sources)
+
+    def _check_parameters_outlive_the_run(self) -> None:
+        """Refuse parameters that only the launched processes have.
+
+        Raises:
+            ValueError: some were made after the launch.
+        """
+        new = [n for n, _ in self.lightning_module.named_parameters() if n not in self._names_at_connect]
+        if new:
+            raise ValueError(
+                f"The parameter {new[0]!r} ({len(new)} in all) was made in configure_model or setup, under "
+                f"start_method={self._start_method!r}: the main process has no such parameter, so what it learns "
+                "would be lost when fit returns. Make it in the module's __init__, or leave out start_method "
+                "(the default 'popen'), or start the script with torchrun."
+            )
+
+    # -- the watch and the signals
+
+    @property
+    def _trainer(self) -> Any:
+        return self.lightning_module.trainer
+
+    def _start_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        self._is_terminated = self._has_agreed_to_end = False
+        self._checked_epoch = None
+        self.set_world_ranks()
+        world_size = dist.get_world_size() if dist.is_initialized() else self.world_size
+        if world_size == 1:
+            return
+        connect: Callable[[], Store | None]
+        if dist.is_initialized():
+            connect = partial(client_of, dist.distributed_c10d._get_default_store())
+        else:
+            connect = partial(client_at, self.cluster_environment.main_address, self.cluster_environment.main_port)
+        self._watch = FailureWatch(
+            self.global_rank,
+            world_size,
+            connect,
+            startup_timeout_s=_startup_timeout_s(self._timeout),
+            before_end=self._end_children,
+        )
+        self._watch.start()
+
+    def _end_children(self) -> None:
+        if isinstance(self._launcher, SubprocessScriptLauncher):
+            self._launcher.kill(signal.SIGKILL)
+
+    def _replace_signal_handling(self) -> None:
+        trainer = self.lightning_module.trainer
+        # Lightning's handler broadcasts inside the handler, on the interrupted rank alone
+        trainer._signal_connector._sigterm_notifier_fn = self._note_termination
+        # and its epoch loop broadcasts what rank 0 knows in every batch: the ranks agree at the step instead
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _do_nothing
+
+    def _note_termination(self, signum: int, _: Any) -> None:
+        if not self._is_terminated and self._launcher is not None:
+            self._launcher.kill(signum)
+        self._is_terminated = True
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn != TrainerFn.FITTING:
+            # no step to agree at: this rank ends at its next batch, and the others hear of it as of a failure
+            trainer._signal_connector.received_sigterm = True
+
+
+_LIMITS = {"training": "train", "validation": "val", "test": "test"}
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _startup_timeout_s(timeout: timedelta | None) -> float:
+    """Seconds that ranks have to arrive: MOECLIP_STARTUP_TIMEOUT_S, or the group's timeout up to five minutes."""
+    asked = os.environ.get("MOECLIP_STARTUP_TIMEOUT_S")
+    if asked:
+        return float(asked)
+    return min(STARTUP_S, timeout.total_seconds() if timeout is not None else STARTUP_S)

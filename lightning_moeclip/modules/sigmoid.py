@@ -1,0 +1,110 @@
+"""Pairwise sigmoid loss over the global batch, exact on any number of ranks with any number of rows.
+
+Each rank sums its own rows of the logits against the texts of all ranks, in tiles that do not know of one another:
+l_r = (W/N) * sum over own rows i and all j of softplus(-y_ij (s I_i . T_j + b)). SigLIP (Zhai et al. 2023), equation 1.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import logsigmoid
+
+from lightning_moeclip.modules.contrastive import anchored, check_scalar, wide_dtype, widened
+from lightning_moeclip.modules.global_batch import GlobalBatch, gather_rows, meet
+from lightning_moeclip.modules.tiles import Tile, feature_gradients, full_precision, tiles
+from lightning_moeclip.parallel import ledger
+
+__all__ = ["global_sigmoid_loss"]
+
+
+@torch.compiler.disable
+def global_sigmoid_loss(
+    image: Tensor,
+    text: Tensor,
+    log_scale: Tensor,
+    bias: Tensor,
+    chunk_size: int,
+    group: dist.ProcessGroup | None,
+    *,
+    normalize: bool,
+) -> Tensor:
+    """Sigmoid loss of the batch that all ranks share, from this rank's rows; a collective.
+
+    Args:
+        image: [n_r, dim]; n_r may differ by rank and be 0.
+        text: [n_r, dim], row i is the partner of image i.
+        log_scale: one number, the log of the scale.
+        bias: one number, added to every logit.
+        chunk_size: columns of the logits that exist at a time, at most.
+        group: ranks that share the batch; None for the default group.
+        normalize: whether rows are brought to unit length first.
+
+    Returns:
+        0-d, float32 at least. Its mean over ranks is the loss of one process.
+    """
+    check_scalar("logit_scale", log_scale)
+    check_scalar("logit_bias", bias)
+    batch = meet(image, text, log_scale, bias, group=group)
+    with full_precision(image):
+        image, text = widened(image, text, normalize=normalize)
+        log_scale, bias = anchored(batch, image, text, log_scale, bias)
+        loss: Tensor = _Sigmoid.apply(image, text, log_scale, bias, batch, chunk_size)
+    return ledger.enter(loss) if batch.world_size > 1 else loss
+
+
+class _Sigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, image: Tensor, text: Tensor, log_scale: Tensor, bias: Tensor, batch: GlobalBatch, chunk_size: int
+    ) -> Tensor:
+        with full_precision(image):
+            text_all = gather_rows(text, batch)
+            scale, shift = log_scale.to(image.dtype).exp(), bias.to(image.dtype)
+            total = image.new_zeros((), dtype=wide_dtype(image))
+            for tile in tiles(scale * image, text_all, batch, chunk_size):
+                _signed(tile, shift).neg_()
+                total -= logsigmoid(tile.logits).sum()
+            ctx.save_for_backward(image, text_all, log_scale, bias)
+            ctx.batch, ctx.chunk_size = batch, chunk_size
+            return (batch.world_size / batch.total * total).to(image.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        image, text_all, log_scale, bias = ctx.saved_tensors
+        batch: GlobalBatch = ctx.batch
+        needs_image, _, needs_scale, needs_bias, *_ = ctx.needs_input_grad
+        with full_precision(image):
+            shift = bias.to(image.dtype)
+            factor = upstream.to(image.dtype) * (batch.world_size / batch.total)
+            bias_grad = torch.zeros_like(shift, dtype=wide_dtype(image))
+
+            def logit_gradient(tile: Tile) -> Tensor:
+                gradient = _signed(tile, shift).sigmoid_()
+                tile.diagonal(gradient).neg_()
+                gradient.mul_(factor)
+                if needs_bias:
+                    bias_grad.add_(gradient.sum())
+                return gradient
+
+            grads = feature_gradients(
+                image,
+                text_all,
+                log_scale,
+                batch,
+                ctx.chunk_size,
+                logit_gradient,
+                needs_image=needs_image,
+                needs_scale=needs_scale,
+            )
+        return *grads, bias_grad.to(bias.dtype) if needs_bias else None, None, None
+
+
+def _signed(tile: Tile, shift: Tensor) -> Tensor:
+    """-y_ij z_ij in the tile's own memory; signs are turned before and after, so nothing cancels near 0 loss."""
+    logits = tile.logits.add_(shift)
+    tile.diagonal(logits).neg_()
+    return logits

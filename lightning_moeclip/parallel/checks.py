@@ -1,0 +1,158 @@
+"""Rules that a configuration must keep, each an error or a warning that says what to write instead."""
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_moeclip.parallel.agreement import gather_objects
+from lightning_moeclip.parallel.roles import ParamRole, spreadable_layers
+
+__all__ = [
+    "check_one_optimizer_each",
+    "check_same_on_all_ranks",
+    "check_spreadable",
+    "check_strided_gradients",
+    "refuse_ddp_arguments",
+    "warn_of_batch_norm",
+    "warn_of_scale_decay",
+]
+
+_DDP_ARGUMENTS = {
+    "find_unused_parameters": "a parameter without a gradient is found in every step: leave it out",
+    "gradient_as_bucket_view": "gradients always view the buckets: leave it out",
+    "static_graph": "graphs may change from step to step: leave it out",
+    "bucket_cap_mb": "write bucket_size_mb=... instead",
+    "broadcast_buffers": "buffers are broadcast at start, before validation and before saving: leave it out",
+    "ddp_comm_hook": "write gradient_dtype=torch.bfloat16 to compress the reduction",
+    "ddp_comm_state": "there is no communication hook: leave it out",
+    "ddp_comm_wrapper": "write gradient_dtype=torch.bfloat16 to compress the reduction",
+    "model_averaging_period": "every step is synchronised: use Lightning's WeightAveraging callback for averages",
+    "process_group": "groups are made from expert_parallel_size: leave it out",
+}
+
+
+def refuse_ddp_arguments(arguments: Mapping[str, object]) -> None:
+    """Refuse keyword arguments that only torch's DistributedDataParallel knows.
+
+    Raises:
+        TypeError: there is one, or one that nobody knows.
+    """
+    for name, value in arguments.items():
+        advice = _DDP_ARGUMENTS.get(name, "no such argument: see help(MoEClipStrategy)")
+        raise TypeError(f"MoEClipStrategy({name}={value!r}): gradients do not pass through torch's DDP; {advice}.")
+
+
+def check_same_on_all_ranks(lines: Sequence[str], *, what: str) -> None:
+    """Compare a description over ranks; every rank of the default group must call this.
+
+    Raises:
+        RuntimeError: on every rank, naming the first rank and line that differ from rank 0.
+    """
+    told = gather_objects(list(lines))
+    for rank, other in enumerate(told):
+        if other == told[0]:
+            continue
+        length = max(len(other), len(told[0]))
+        padded = [[*lines_of, *["nothing"] * (length - len(lines_of))] for lines_of in (told[0], other)]
+        index = next(i for i, (a, b) in enumerate(zip(*padded, strict=True)) if a != b)
+        raise RuntimeError(
+            f"{what} differs between ranks, first at entry {index}: rank 0 has {padded[0][index]!r}, "
+            f"rank {rank} has {padded[1][index]!r}. Every rank must build the same model, in the same order."
+        )
+
+
+def check_one_optimizer_each(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
+    """Refuse a parameter that two optimizers would step.
+
+    Args:
+        optimizers: all of the run.
+        names: name by id of the Parameter.
+
+    Raises:
+        ValueError: two optimizers hold the same parameter.
+    """
+    owner: dict[int, int] = {}
+    for index, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                first = owner.setdefault(id(parameter), index)
+                if first != index:
+                    raise ValueError(
+                        f"{names.get(id(parameter), 'a parameter')} is in optimizer {first} and in optimizer {index}. "
+                        "Each would step it with the same gradient: give it to one of them."
+                    )
+
+
+def check_strided_gradients(module: nn.Module) -> None:
+    """Refuse layers whose gradients are sparse.
+
+    Raises:
+        ValueError: the module has an ``nn.Embedding(sparse=True)``.
+    """
+    for path, layer in module.named_modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
+            raise ValueError(
+                f"{path} has sparse=True. Gradients are summed over ranks in flat buffers, which hold every row. "
+                "Write sparse=False."
+            )
+
+
+def check_spreadable(module: nn.Module, expert_parallel_size: int) -> None:
+    """Refuse experts that cannot be shared out, or that would leave something stale behind.
+
+    Raises:
+        ValueError: the number of experts is no multiple, or an expert has a gradient already.
+    """
+    for path, layer in spreadable_layers(module):
+        if layer.num_experts % expert_parallel_size:
+            fits = math.gcd(layer.num_experts, expert_parallel_size)
+            raise ValueError(
+                f"{path}: num_experts={layer.num_experts} cannot be spread over "
+                f"expert_parallel_size={expert_parallel_size}. Use a multiple of {expert_parallel_size}, or "
+                f"MoEClipStrategy(expert_parallel_size={fits})."
+            )
+        for name, parameter in layer.expert_parameters().items():
+            if layer.expert_axis is None and parameter.grad is not None:
+                raise ValueError(
+                    f"{path}.{name} has a gradient from before fit, of experts that other ranks will hold. "
+                    "Write module.zero_grad() before trainer.fit(module)."
+                )
+
+
+def warn_of_batch_norm(module: nn.Module) -> None:
+    """Warn that statistics of a batch norm are those of one rank's rows."""
+    for path, layer in module.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
+            warnings.warn(
+                f"{path} is a BatchNorm: in training it normalises with the rows of its own rank, which is not what "
+                "one process does. Write Trainer(sync_batchnorm=True).",
+                stacklevel=2,
+            )
+            return
+
+
+def warn_of_scale_decay(
+    optimizers: Iterable[Optimizer], names: Mapping[int, str], roles: Mapping[str, ParamRole], undecayed: frozenset[int]
+) -> None:
+    """Warn that weight decay pulls the temperature of a user's own module towards 1.
+
+    Args:
+        optimizers: all of the run.
+        names: name by id of the Parameter.
+        roles: role by name.
+        undecayed: ids of parameters that their own module keeps decay away from.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names.get(id(parameter), "")
+                is_scale = name in roles and roles[name].kind == "logit_scale"
+                if is_scale and group.get("weight_decay") and id(parameter) not in undecayed:
+                    warnings.warn(
+                        f"{name} has weight_decay={group['weight_decay']}, which pulls the temperature towards 1. "
+                        "Put it into a parameter group with weight_decay=0.",
+                        stacklevel=2,
+                    )

@@ -1,0 +1,142 @@
+"""The plan: which ranks reduce each parameter, by what it is divided, and in which bucket it travels.
+
+Made once when the optimizers exist, equal on all ranks, and only read afterwards.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_moeclip.parallel.mesh import Axis, Mesh
+from lightning_moeclip.parallel.roles import ParamRole
+
+__all__ = ["BucketPlan", "PlannedParameter", "SyncPlan", "build_plan"]
+
+# a model smaller than a bucket would otherwise wait for its last gradient before anything travels
+_BUCKETS_PER_MODEL = 4
+_MIN_BUCKET_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class PlannedParameter:
+    """How one trainable parameter is reduced.
+
+    Attributes:
+        name: path in the module, or ``optimizer{i}.group{j}.{k}`` for one that only an optimizer holds.
+        role: tower and kind.
+        shape: shape on this rank.
+        dtype: dtype of the gradient.
+        axis: replica axis: ``dp`` for one that every rank holds, ``edp`` for a spread expert.
+        is_in_module: False for a parameter that only an optimizer holds.
+    """
+
+    name: str
+    role: ParamRole
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    axis: Axis
+    is_in_module: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the gradient on this rank."""
+        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+
+    def describe(self) -> str:
+        """One line for the comparison over ranks: name, shape, dtype, kind, axis."""
+        return f"{self.name} {list(self.shape)} {self.dtype} {self.role.kind} over {self.axis}"
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Parameters that are reduced in one collective: same replica axis, dtype and device."""
+
+    axis: Axis
+    dtype: torch.dtype
+    device: torch.device
+    parameters: tuple[PlannedParameter, ...]
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """Reduction plan of a model: buckets in launch order.
+
+    Attributes:
+        buckets: in the order in which backward fills them.
+        divisor: number that every summed gradient is divided by, the size of the ``dp`` axis.
+        replicas: ranks that hold the same copy as this one, by axis.
+    """
+
+    buckets: tuple[BucketPlan, ...]
+    divisor: int
+    replicas: Mapping[Axis, tuple[int, ...]]
+
+    @property
+    def parameters(self) -> tuple[PlannedParameter, ...]:
+        """All planned parameters, bucket by bucket."""
+        return tuple(parameter for bucket in self.buckets for parameter in bucket.parameters)
+
+    def __getitem__(self, name: str) -> PlannedParameter:
+        for parameter in self.parameters:
+            if parameter.name == name:
+                return parameter
+        raise KeyError(name)
+
+    def fingerprint(self) -> list[str]:
+        """Lines that have to be equal on all ranks."""
+        return [f"bucket {i}: {p.describe()}" for i, b in enumerate(self.buckets) for p in b.parameters]
+
+
+def build_plan(
+    parameters: Mapping[str, nn.Parameter],
+    roles: Mapping[str, ParamRole],
+    mesh: Mesh,
+    *,
+    spread: frozenset[str] = frozenset(),
+    optimizer_only: frozenset[str] = frozenset(),
+    bucket_size_mb: float = 25.0,
+) -> SyncPlan:
+    """Lay out the reduction of all trainable parameters.
+
+    Buckets are filled in reverse order of ``parameters``, which is about the order of backward. Experts travel apart
+    from dense parameters: which of them get a gradient may depend on the batch.
+
+    Args:
+        parameters: trainable parameters by name, one entry for tied ones.
+        roles: role by name.
+        mesh: axes and groups.
+        spread: names of expert parameters of which this rank holds a slice.
+        optimizer_only: names of parameters that the module does not have.
+        bucket_size_mb: upper bound of a bucket in MiB.
+    """
+    total = sum(p.numel() * p.element_size() for p in parameters.values())
+    limit = min(bucket_size_mb * 2**20, max(_MIN_BUCKET_BYTES, total / _BUCKETS_PER_MODEL))
+    buckets: list[list[PlannedParameter]] = []
+    devices: list[torch.device] = []
+    open_buckets: dict[tuple, int] = {}
+    for name, parameter in reversed(parameters.items()):
+        planned = PlannedParameter(
+            name=name,
+            role=roles[name],
+            shape=tuple(parameter.shape),
+            dtype=parameter.dtype,
+            axis="edp" if name in spread else "dp",
+            is_in_module=name not in optimizer_only,
+        )
+        key = (planned.axis, planned.role.kind == "expert", planned.dtype, parameter.device)
+        index = open_buckets.get(key)
+        if index is None or sum(p.num_bytes for p in buckets[index]) + planned.num_bytes > limit:
+            index = open_buckets[key] = len(buckets)
+            buckets.append([])
+            devices.append(parameter.device)
+        buckets[index].append(planned)
+    return SyncPlan(
+        buckets=tuple(
+            BucketPlan(bucket[0].axis, bucket[0].dtype, device, tuple(bucket))
+            for bucket, device in zip(buckets, devices, strict=True)
+        ),
+        divisor=mesh.divisor,
+        replicas={"dp": mesh.replicas("dp"), "edp": mesh.replicas("edp")},
+    )

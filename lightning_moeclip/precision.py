@@ -1,0 +1,226 @@
+"""The door between gradients and the optimizer: unscale, agree on overflow, clip once over all ranks, step.
+
+``MoEClipPrecision`` wraps the plugin that Lightning makes for a precision string: casts and contexts are Lightning's,
+the decisions of a step are ours.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
+
+from lightning_moeclip.binding import (
+    DoublePrecision,
+    GradClipAlgorithmType,
+    HalfPrecision,
+    LightningModule,
+    MixedPrecision,
+    Precision,
+)
+from lightning_moeclip.gradients.clipping import GradientClipper
+from lightning_moeclip.gradients.report import GradReport
+from lightning_moeclip.gradients.scaling import AgreedGradScaler
+
+__all__ = ["MoEClipPrecision"]
+
+PrecisionName = Literal["32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
+_STOCK_STATE = "MixedPrecision"
+
+
+class MoEClipPrecision(Precision):
+    """Precision plugin whose norm, clip factor and skip decision are the same on all ranks.
+
+    Args:
+        precision: one of Lightning's precision names.
+        device: device type of autocast and of the scaler; "auto" takes CUDA when there is one.
+
+    Raises:
+        ValueError: unknown precision.
+    """
+
+    def __init__(self, precision: PrecisionName = "32-true", device: str = "auto") -> None:
+        kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        if precision == "32-true":
+            inner = Precision()
+        elif precision == "64-true":
+            inner = DoublePrecision()
+        elif precision in ("16-mixed", "bf16-mixed"):
+            scaler = AgreedGradScaler(device=kind) if precision == "16-mixed" else None
+            inner = MixedPrecision(precision, kind, scaler)
+        elif precision in ("16-true", "bf16-true"):
+            inner = HalfPrecision(precision)
+        else:
+            raise ValueError(
+                f"MoEClipPrecision(precision={precision!r}): no such precision. Use one of '32-true', '64-true', "
+                "'16-mixed', 'bf16-mixed', '16-true', 'bf16-true'."
+            )
+        self._wrap(inner)
+
+    @classmethod
+    def upgrade(cls, plugin: Precision) -> "MoEClipPrecision":
+        """Wrap a plugin that Lightning or the user made, keeping its casts and its scaler's settings."""
+        if isinstance(plugin, cls):
+            return plugin
+        upgraded = cls.__new__(cls)
+        scaler = getattr(plugin, "scaler", None)
+        if scaler is not None and not isinstance(scaler, AgreedGradScaler):
+            agreed = AgreedGradScaler(device=plugin.device)
+            agreed.load_state_dict(scaler.state_dict())
+            plugin.scaler = agreed
+        upgraded._wrap(plugin)
+        return upgraded
+
+    def _wrap(self, inner: Precision) -> None:
+        self._inner = inner
+        self.precision = inner.precision
+        self._clipper: Callable[[], GradientClipper | None] = lambda: None
+        self._has_spread_experts = False
+        self._report: Callable[[GradReport], None] = lambda _: None
+        self._was_clipped = False
+
+    def join(
+        self,
+        clipper: Callable[[], GradientClipper | None],
+        *,
+        group: torch.distributed.ProcessGroup | None,
+        has_spread_experts: bool,
+        report: Callable[[GradReport], None],
+    ) -> None:
+        """Connect to the ranks of a run; called by the strategy when the plan is made.
+
+        Args:
+            clipper: norm over all ranks, asked for in each step; None clips as one process does.
+            group: ranks that agree on overflow.
+            has_spread_experts: a norm over this rank's parameters alone is wrong.
+            report: is told norm and clip factor of each clipped step.
+        """
+        self._clipper = clipper
+        self._has_spread_experts = has_spread_experts
+        self._report = report
+        if isinstance(self.scaler, AgreedGradScaler):
+            self.scaler.group = group
+
+    @property
+    def scaler(self) -> "torch.amp.GradScaler | None":
+        """The loss scaler; None where the precision needs no scaling."""
+        return getattr(self._inner, "scaler", None)
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return self._inner.convert_module(module)
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return self._inner.convert_input(data)
+
+    @override
+    def convert_output(self, data: Any) -> Any:
+        return self._inner.convert_output(data)
+
+    @override
+    def tensor_init_context(self) -> Any:
+        return self._inner.tensor_init_context()
+
+    @override
+    def module_init_context(self) -> Any:
+        return self._inner.module_init_context()
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        with self._inner.forward_context():
+            yield
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
+        return self._inner.pre_backward(tensor, module)
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        scaler = self.scaler
+        if scaler is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        if isinstance(optimizer, LBFGS):
+            raise TypeError(
+                f"precision={self.precision!r} with LBFGS: it evaluates the closure several times per step, which loss "
+                "scaling does not allow. Use precision='32-true', or another optimizer."
+            )
+        result = closure()
+        if result is None and model.automatic_optimization:
+            self._after_closure(model, optimizer)
+            return result
+        # also for fused optimizers, so that clipping sees true gradients; they skip on the agreed flag
+        scaler.unscale_(optimizer)
+        self._after_closure(model, optimizer)
+        output = scaler.step(optimizer, **kwargs)
+        scaler.update()
+        return output
+
+    @override
+    def _clip_gradients(self, model: LightningModule, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        if not self._has_spread_experts or not model.automatic_optimization:
+            super()._clip_gradients(model, optimizer, *args, **kwargs)
+            return
+        before = _versions(self.main_params(optimizer))
+        self._was_clipped = False
+        super()._clip_gradients(model, optimizer, *args, **kwargs)
+        if not self._was_clipped and _versions(self.main_params(optimizer)) != before:
+            raise RuntimeError(
+                "configure_gradient_clipping changed gradients by itself. Experts are spread over ranks, so a norm "
+                "taken on one rank misses the others' experts and scales shared weights differently on each. "
+                "Write self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm=...) there, "
+                "or self.trainer.strategy.clip_grad_norm_(max_norm)."
+            )
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        self._was_clipped = True
+        super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        self.clip_norm(list(self.main_params(optimizer)), float(clip_val))
+
+    def clip_norm(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+        """Clip the reduced gradients of ``parameters`` by their norm over all ranks; returns the norm before."""
+        self._was_clipped = True
+        clipper = self._clipper()
+        if clipper is None:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        norm, factor = clipper.clip(parameters, max_norm)
+        self._report(GradReport(total_norm=norm, clip_factor=factor))
+        return norm
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._inner.load_state_dict(state_dict)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # a run under a stock strategy left the scaler's state under the stock name
+        if _STOCK_STATE in checkpoint:
+            checkpoint.setdefault(type(self).__qualname__, checkpoint[_STOCK_STATE])
+
+    @override
+    def teardown(self) -> None:
+        self._inner.teardown()
+
+
+def _versions(parameters: Any) -> list[tuple[int, int]]:
+    """Identity and number of in-place changes of each gradient."""
+    return [(id(p.grad), p.grad._version) for p in parameters if p.grad is not None]

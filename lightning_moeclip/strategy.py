@@ -1,0 +1,416 @@
+"""``MoEClipStrategy``: binds the corridor of a gradient to PyTorch Lightning.
+
+torch's DDP wrapper is not used. The strategy keeps what Lightning's ``DDPStrategy`` does around it (launchers, sampler
+injection, ``sync_dist``, ``torch.compile``) and puts the package's own reduction, state and checks in its place.
+"""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_moeclip.binding import (
+    DDPStrategy,
+    Precision,
+    TrainerFn,
+    TrainerStatus,
+    rank_zero_warn,
+)
+from lightning_moeclip.gradients.collectives import broadcast_from_first
+from lightning_moeclip.gradients.corridor import CorridorSettings, GradientCorridor, optimizer_only_parameters
+from lightning_moeclip.gradients.report import GradReport
+from lightning_moeclip.launch import GuardedStrategy
+from lightning_moeclip.parallel import checks, ledger
+from lightning_moeclip.parallel.agreement import gather_objects, raise_together
+from lightning_moeclip.parallel.mesh import Mesh
+from lightning_moeclip.parallel.plan import SyncPlan
+from lightning_moeclip.parallel.roles import Towers, read_roles, undecayed_parameters
+from lightning_moeclip.precision import MoEClipPrecision
+from lightning_moeclip.state.canonical import SpreadExperts, spread_names
+
+__all__ = ["MoEClipStrategy"]
+
+CHECKPOINT_KEY = "moeclip"
+
+
+class MoEClipStrategy(GuardedStrategy):
+    """Data- and expert-parallel training with the gradients of one process.
+
+    Args:
+        expert_parallel_size: ranks that share out the experts of each ``MoE``; divides the number of ranks and of
+            experts.
+        towers: module paths by tower, ``{"image": "model.visual", "text": ["model.text"]}``; None recognises the
+            layouts of known CLIP models.
+        bucket_size_mb: upper bound in MiB of the gradients reduced in one collective.
+        idle_expert: what a parameter gets that no rank has a gradient for: "skip" leaves ``grad=None`` as one process
+            does, "zero" gives zeros, so that momentum and weight decay move it.
+        gradient_dtype: dtype in which gradients are summed over ranks, such as ``torch.bfloat16`` or its name; None is
+            each gradient's own.
+        accelerator: as in Lightning's ``DDPStrategy``, like the arguments below.
+        parallel_devices: see ``accelerator``.
+        cluster_environment: see ``accelerator``.
+        checkpoint_io: see ``accelerator``.
+        precision_plugin: see ``accelerator``; becomes a ``MoEClipPrecision``.
+        process_group_backend: see ``accelerator``.
+        timeout: see ``accelerator``.
+        start_method: see ``accelerator``.
+        ddp_arguments: arguments of torch's DDP, which are refused by name.
+
+    Raises:
+        TypeError: an argument that only torch's DDP knows.
+        ValueError: a value out of its range.
+    """
+
+    strategy_name = "moeclip"
+
+    def __init__(
+        self,
+        *,
+        expert_parallel_size: int = 1,
+        towers: Towers | None = None,
+        bucket_size_mb: float = 25.0,
+        idle_expert: Literal["skip", "zero"] = "skip",
+        gradient_dtype: torch.dtype | str | None = None,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **ddp_arguments: Any,
+    ) -> None:
+        checks.refuse_ddp_arguments(ddp_arguments)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self.expert_parallel_size = expert_parallel_size
+        self._settings = CorridorSettings(towers, bucket_size_mb, _dtype_named(gradient_dtype), idle_expert)
+        self._mesh: Mesh | None = None
+        self._experts: SpreadExperts | None = None
+        self._corridor: GradientCorridor | None = None
+        self._is_stand_in = False
+        self.report = GradReport()
+
+    # -- values for the user
+
+    @property
+    def mesh(self) -> Mesh:
+        """Axes and groups of this rank; made when the process group is."""
+        if self._mesh is None:
+            raise RuntimeError("strategy.mesh exists once the ranks have met: read it in setup() or later.")
+        return self._mesh
+
+    @property
+    def plan(self) -> SyncPlan:
+        """Who reduces what; made when the optimizers are."""
+        if self._corridor is None:
+            raise RuntimeError("strategy.plan exists while fit runs and after it: read it in on_fit_start or later.")
+        return self._corridor.plan
+
+    def clip_grad_norm_(self, max_norm: float, *, optimizer: Optimizer | None = None) -> Tensor:
+        """Clip by the norm over all ranks, for manual optimization; every rank must call this.
+
+        Args:
+            max_norm: bound of the total norm.
+            optimizer: whose parameters are meant; None means all optimizers'.
+
+        Returns:
+            0-d norm before clipping, the same on all ranks.
+        """
+        optimizers = self.optimizers if optimizer is None else [optimizer]
+        members = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        return self.precision_plugin.clip_norm(members, max_norm)
+
+    # -- set-up
+
+    @property
+    def precision_plugin(self) -> MoEClipPrecision:
+        """The plugin of the run, always a ``MoEClipPrecision``."""
+        plugin = self._precision_plugin
+        if plugin is None:
+            plugin = self._precision_plugin = MoEClipPrecision()
+        return plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else MoEClipPrecision.upgrade(plugin)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._mesh is None:
+            self._mesh = Mesh.build(self.expert_parallel_size)
+            if self._mesh.experts is not None:
+                self._experts = SpreadExperts(self._mesh.experts)
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            super().setup(trainer)
+            return
+        # nothing is reduced outside fit: no wrapper, and no broadcast over experts that differ
+        super(DDPStrategy, self).setup(trainer)
+        if self._experts is not None:
+            self._experts.gather()
+        self._broadcast_state()
+
+    @override
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        return model
+
+    @override
+    def configure_ddp(self) -> None:
+        """Give every rank the same weights, then its own experts; runs before the optimizers are made."""
+        module = self.lightning_module
+        described = [f"{n} {list(p.shape)} {p.dtype}" for n, p in module.named_parameters()]
+        checks.check_same_on_all_ranks(described, what="The model")
+        raise_together(self._find_fault())
+        if self.world_size > 1:
+            checks.warn_of_batch_norm(module)
+        self._broadcast_state()
+        if self._experts is not None:
+            for root in [module, *self._copies_in_callbacks()]:
+                self._experts.spread(root)
+
+    def _find_fault(self) -> Exception | None:
+        """Errors that only some ranks may have, told to all by the caller."""
+        module = self.lightning_module
+        try:
+            checks.check_strided_gradients(module)
+            read_roles(module, self._settings.towers)
+            if self._experts is not None:
+                checks.check_spreadable(module, self.expert_parallel_size)
+        except (TypeError, ValueError) as error:
+            return error
+        return None
+
+    def _copies_in_callbacks(self) -> list[nn.Module]:
+        """Modules that callbacks hold, such as the averages of ``WeightAveraging``, made before the experts spread."""
+        values = [value for callback in self._trainer.callbacks for value in vars(callback).values()]
+        return [v for v in values if isinstance(v, nn.Module) and v is not self.lightning_module]
+
+    def _broadcast_state(self) -> None:
+        """Parameters and buffers of the first rank of each replica group, to the others."""
+        module = self.lightning_module
+        spread = spread_names(module)
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        whole = {id(p): p for name, p in parameters.items() if name not in spread}
+        broadcast_from_first(whole.values(), self.mesh.gradient_groups["dp"])
+        self._broadcast_buffers()
+        slices = {id(parameters[name]): parameters[name] for name in spread}
+        broadcast_from_first(slices.values(), self.mesh.gradient_groups["edp"])
+
+    @override
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        self._adopt_optimizer_parameters()
+        if self._corridor is not None:
+            self._corridor.detach()
+        module, optimizers = self.lightning_module, self._plain_optimizers()
+        names = {id(p): name for name, p in module.named_parameters()}
+        checks.check_one_optimizer_each(optimizers, names)
+        roles = read_roles(module, self._settings.towers)
+        checks.warn_of_scale_decay(optimizers, names, roles, undecayed_parameters(module))
+        self._corridor = GradientCorridor(
+            module, self._plain_optimizers, self.mesh, self._settings, spread=frozenset(spread_names(module))
+        )
+        self.report = GradReport()
+        self.precision_plugin.join(
+            self._corridor_clipper,
+            group=self.mesh.gradient_groups["dp"],
+            has_spread_experts=self._experts is not None,
+            report=self._note_clipping,
+        )
+
+    def _corridor_clipper(self) -> Any:
+        return None if self._corridor is None else self._corridor.clipper
+
+    def _plain_optimizers(self) -> list[Optimizer]:
+        return [o for o in self.optimizers if isinstance(o, Optimizer)]
+
+    def _adopt_optimizer_parameters(self) -> None:
+        """Move parameters that only an optimizer holds to the device, and give every rank those of the first."""
+        outside = optimizer_only_parameters(self.lightning_module, self._plain_optimizers())
+        if not outside:
+            return
+        for parameter in outside.values():
+            parameter.data = parameter.data.to(self.root_device)
+        broadcast_from_first(outside.values(), self.mesh.gradient_groups["dp"])
+        rank_zero_warn(
+            f"{len(outside)} parameter(s) are in an optimizer and not in the LightningModule ({', '.join(outside)}). "
+            "They are reduced over ranks and saved for ckpt_path=..., but load_from_checkpoint will not see them: "
+            "make them attributes of the module."
+        )
+
+    # -- a step
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._is_stand_in = False
+        with self._in_step(), ledger.recording() as outputs:
+            output = super().training_step(*args, **kwargs)
+        module = self.lightning_module
+        if output is not None or not module.automatic_optimization or self.world_size == 1:
+            return output
+        # the other ranks' backward waits in collectives of the layers that this rank has run
+        self._is_stand_in = True
+        return _StandIn.apply(torch.zeros((), device=self.root_device, requires_grad=True), *outputs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._in_step():
+            return super().validation_step(*args, **kwargs)
+
+    def _in_step(self) -> Any:
+        axis = self.mesh.experts
+        return nullcontext() if axis is None else axis.opened()
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        module = self.lightning_module
+        corridor = self._corridor
+        assert corridor is not None, "backward outside fit"
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        corridor.begin(is_live=not self._is_stand_in)
+        with self._in_step():  # activation checkpointing runs layers again
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        attendance = corridor.finish()
+        if attendance is not None:
+            self.report = GradReport(attendance=attendance)
+            self.end_if_terminated(attendance.is_termination_requested)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def _note_clipping(self, clipped: GradReport) -> None:
+        self.report = GradReport(self.report.attendance, clipped.total_norm, clipped.clip_factor)
+
+    @override
+    def agree_on_termination(self) -> None:
+        """Put this rank's wish to end into the next roll call, which every step reduces anyway."""
+        reducer = None if self._corridor is None else self._corridor.reducer
+        if reducer is not None:
+            reducer.is_termination_requested = self.termination_requested
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        reducer = None if self._corridor is None else self._corridor.reducer
+        if reducer is None:
+            yield
+            return
+        before, reducer.is_paused = reducer.is_paused, True
+        try:
+            yield
+        finally:
+            reducer.is_paused = before
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        corridor = self._corridor
+        if batch_idx == 0 and corridor is not None and any(gather_objects(corridor.is_outdated())):
+            corridor.rebuild()
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._broadcast_buffers()
+
+    def _broadcast_buffers(self) -> None:
+        # those that are saved: others, such as counts of a rank's own tokens, are each rank's
+        saved = self.lightning_module.state_dict(keep_vars=True)
+        buffers = [b for name, b in self.lightning_module.named_buffers() if name in saved]
+        broadcast_from_first(buffers, self.mesh.gradient_groups["dp"])
+
+    # -- state
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """State dict with whole experts; every rank must call this."""
+        if self.has_failed:
+            return self.lightning_module.state_dict()
+        self._broadcast_buffers()
+        state = self.lightning_module.state_dict()
+        return state if self._experts is None else self._experts.whole_model_state(state, self.lightning_module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """State dict of an optimizer with whole moments; every rank must call this."""
+        state = super().optimizer_state(optimizer)
+        if self._experts is None or self.has_failed:
+            return state
+        return self._experts.whole_optimizer_state(optimizer, state)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._experts is not None and not self.has_failed:
+            # callbacks may have put a state of their own here, such as averaged weights
+            checkpoint["state_dict"] = self._experts.whole_model_state(checkpoint["state_dict"], self.lightning_module)
+        outside = optimizer_only_parameters(self.lightning_module, self._plain_optimizers())
+        checkpoint[CHECKPOINT_KEY] = {
+            "expert_parallel_size": self.expert_parallel_size,
+            "optimizer_parameters": {name: parameter.detach().clone() for name, parameter in outside.items()},
+        }
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        if self._experts is not None:
+            pairs = zip(self._plain_optimizers(), states, strict=True)
+            states = [self._experts.own_optimizer_state(optimizer, state) for optimizer, state in pairs]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+        saved = checkpoint.get(CHECKPOINT_KEY, {}).get("optimizer_parameters", {})
+        outside = optimizer_only_parameters(self.lightning_module, self._plain_optimizers())
+        with torch.no_grad():
+            for name, parameter in outside.items():
+                if name in saved:
+                    parameter.copy_(saved[name])
+
+    @override
+    def teardown(self) -> None:
+        if self._corridor is not None:
+            self._corridor.detach()
+        is_whole_run = not self.has_failed and self._trainer.state.status != TrainerStatus.INTERRUPTED
+        if self._experts is not None and is_whole_run:
+            self._experts.gather()
+        super().teardown()
+
+
+class _StandIn(torch.autograd.Function):
+    """A zero that sends zero cotangents through every recorded output, in place of a loss that is not there."""
+
+    @staticmethod
+    def forward(ctx: Any, zero: Tensor, *outputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*outputs)
+        return zero.clone()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, ...]:
+        return (torch.zeros_like(cotangent), *(torch.zeros_like(output) for output in ctx.saved_tensors))
+
+
+def _dtype_named(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if not isinstance(dtype, str):
+        return dtype
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"gradient_dtype={dtype!r} is not a dtype of torch. Write 'bfloat16' or 'float32', or None.")
+    return found
