@@ -3,7 +3,7 @@
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -176,7 +176,7 @@ class GuardedStrategy(DDPStrategy):
         return tensor if self.has_failed else super().reduce(tensor, group=group, reduce_op=reduce_op)
 
     @override
-    def save_checkpoint(self, checkpoint: Mapping[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if not self.has_failed:
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return

@@ -68,6 +68,7 @@ class MoEClipStrategy(GuardedStrategy):
     """
 
     strategy_name = "moeclip"
+    _precision_plugin: MoEClipPrecision | None
 
     def __init__(
         self,
@@ -141,10 +142,9 @@ class MoEClipStrategy(GuardedStrategy):
     @property
     def precision_plugin(self) -> MoEClipPrecision:
         """The plugin of the run, always a ``MoEClipPrecision``."""
-        plugin = self._precision_plugin
-        if plugin is None:
-            plugin = self._precision_plugin = MoEClipPrecision()
-        return plugin
+        if self._precision_plugin is None:
+            self._precision_plugin = MoEClipPrecision()
+        return self._precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:

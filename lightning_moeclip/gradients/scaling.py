@@ -1,5 +1,7 @@
 """A gradient scaler whose decision to skip is one for the world."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -26,7 +28,7 @@ class AgreedGradScaler(torch.amp.GradScaler):
         super().unscale_(optimizer)
         self._agree(optimizer)
 
-    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         super()._check_inf_per_device(optimizer)
         return self._agree(optimizer)
 

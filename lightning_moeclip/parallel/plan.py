@@ -116,7 +116,7 @@ def build_plan(
     buckets: list[list[PlannedParameter]] = []
     devices: list[torch.device] = []
     open_buckets: dict[tuple, int] = {}
-    for name, parameter in reversed(parameters.items()):
+    for name, parameter in reversed(list(parameters.items())):
         planned = PlannedParameter(
             name=name,
             role=roles[name],
