@@ -17,6 +17,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from emoji_clip.data import EmojiData
+from emoji_clip.model import NUM_EXPERTS
 from emoji_clip.training import EmojiTask
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -43,7 +44,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def make_trainer(args: argparse.Namespace, total_steps: int) -> pl.Trainer:
     strategy = "auto"
     if args.strategy == "moeclip":
-        size = args.expert_parallel_size or math.gcd(args.devices, 4)
+        size = args.expert_parallel_size or math.gcd(args.devices, NUM_EXPERTS)
         strategy = MoEClipStrategy(expert_parallel_size=size, towers={"image": "model.visual", "text": "model.text"})
     has_gpus = torch.cuda.device_count() >= args.devices
     if not has_gpus:

@@ -9,6 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_moeclip.modules import MoE
 
+NUM_EXPERTS = 4  # per layer: 1, 2 or 4 ranks can share them out
+
 
 class Attention(nn.Module):
     """Every token of a row looks at the row's real tokens."""
@@ -122,7 +124,7 @@ class EmojiCLIP(nn.Module):
         dim: int = 128,
         depth: int = 2,
         num_heads: int = 4,
-        num_experts: int = 4,
+        num_experts: int = NUM_EXPERTS,
     ) -> None:
         super().__init__()
 
