@@ -22,7 +22,6 @@ _log = logging.getLogger(__name__)
 _TunerExit = pl.utilities.exceptions._TunerExitException
 _Terminated = pl.utilities.exceptions.SIGTERMException
 STARTUP_S = 300.0  # a rank that reads its data before it trains is late by minutes, not by more
-LAUNCHER_GRACE_S = 1.0  # the process that started the others ends last
 
 
 class _Guarded:
@@ -60,7 +59,11 @@ class _GuardedMultiProcessingLauncher(MultiProcessingLauncher):
 class GuardedStrategy(DDPStrategy):
     """DDP that ends on every rank, with the user's own error, when one rank fails.
 
-    With one process everything here is inert.
+    Works the same under Lightning's own launchers, torchrun and SLURM. An error that the caller of ``trainer.fit``
+    catches on every rank leaves the processes alone. With one process everything here is inert.
+
+    The environment variable ``MOECLIP_STARTUP_TIMEOUT_S`` holds the seconds that all ranks have to arrive at the
+    start of a run (the process group's timeout, at most five minutes, when unset).
     """
 
     _launcher: Any
@@ -202,6 +205,7 @@ class GuardedStrategy(DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Compare the number of batches over the ranks when an epoch starts."""
         super().on_train_batch_start(batch, batch_idx)
+        self._stop_after_a_failure()
         epoch = self._trainer.current_epoch
         if self._watch is not None and (batch_idx == 0 or epoch != self._checked_epoch):
             self._checked_epoch = epoch
@@ -218,6 +222,11 @@ class GuardedStrategy(DDPStrategy):
         """Compare the number of batches over the ranks."""
         super().on_test_start()
         self._check_batch_counts("test", self._trainer.num_test_batches)
+
+    def _stop_after_a_failure(self) -> None:
+        # sooner than the watch would, and with this rank's hooks: the next collective would not come back
+        if self._watch is not None and self._watch.seen is not None:
+            raise RuntimeError(f"rank {self.global_rank} was ended because {self._watch.seen.told()}")
 
     def _check_batch_counts(self, stage: str, counts: list[int | float]) -> None:
         if self._watch is None or self._allows_empty_loaders():
@@ -278,13 +287,14 @@ class GuardedStrategy(DDPStrategy):
             world_size,
             connect,
             startup_timeout_s=_startup_timeout_s(self._timeout),
-            before_end=self._end_children,
+            before_end=partial(self._signal_children, signal.SIGKILL),
         )
         self._watch.start()
 
-    def _end_children(self) -> None:
+    def _signal_children(self, signum: int) -> None:
+        # a forked worker also holds the launcher that forked it, with processes that are not its own
         if isinstance(self._launcher, SubprocessScriptLauncher):
-            self._launcher.kill(signal.SIGKILL)
+            self._launcher.kill(signum)
 
     def _replace_signal_handling(self) -> None:
         trainer = self.lightning_module.trainer
@@ -294,8 +304,8 @@ class GuardedStrategy(DDPStrategy):
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _do_nothing
 
     def _note_termination(self, signum: int, _: Any) -> None:
-        if not self._is_terminated and self._launcher is not None:
-            self._launcher.kill(signum)
+        if not self._is_terminated:
+            self._signal_children(signum)
         self._is_terminated = True
         trainer = self.lightning_module.trainer
         if trainer.state.fn != TrainerFn.FITTING:
@@ -314,5 +324,11 @@ def _startup_timeout_s(timeout: timedelta | None) -> float:
     """Seconds that ranks have to arrive: MOECLIP_STARTUP_TIMEOUT_S, or the group's timeout up to five minutes."""
     asked = os.environ.get("MOECLIP_STARTUP_TIMEOUT_S")
     if asked:
-        return float(asked)
+        try:
+            return float(asked)
+        except ValueError:
+            raise ValueError(
+                f"MOECLIP_STARTUP_TIMEOUT_S={asked!r} is not a number. It holds the seconds that all ranks have to "
+                "arrive at the start of a run: set a number such as 600, or unset it."
+            ) from None
     return min(STARTUP_S, timeout.total_seconds() if timeout is not None else STARTUP_S)

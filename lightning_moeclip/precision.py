@@ -4,7 +4,7 @@
 the decisions of a step are ours.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from lightning_moeclip.binding import (
     GradClipAlgorithmType,
     HalfPrecision,
     LightningModule,
+    LightningOptimizer,
     MixedPrecision,
     Precision,
 )
@@ -77,9 +78,9 @@ class MoEClipPrecision(Precision):
     def _wrap(self, inner: Precision) -> None:
         self._inner = inner
         self.precision = inner.precision
-        self._clipper: Callable[[], GradientClipper | None] = lambda: None
+        self._clipper: Callable[[], GradientClipper | None] | None = None
         self._has_spread_experts = False
-        self._report: Callable[[GradReport], None] = lambda _: None
+        self._report: Callable[[GradReport], None] | None = None
         self._was_clipped = False
 
     def join(
@@ -156,7 +157,7 @@ class MoEClipPrecision(Precision):
             self._after_closure(model, optimizer)
             return result
         # also for fused optimizers, so that clipping sees true gradients; they skip on the agreed flag
-        scaler.unscale_(optimizer)
+        self._unscale(optimizer)
         self._after_closure(model, optimizer)
         output = scaler.step(optimizer, **kwargs)
         scaler.update()
@@ -185,22 +186,35 @@ class MoEClipPrecision(Precision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
+        if clip_val <= 0:
+            return
         self._was_clipped = True
+        self._unscale(optimizer)  # manual optimization clips before the step does it
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        self.clip_norm(list(self.main_params(optimizer)), float(clip_val))
+        self.clip_norm([optimizer], float(clip_val))
 
-    def clip_norm(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-        """Clip the reduced gradients of ``parameters`` by their norm over all ranks; returns the norm before."""
+    def clip_norm(self, optimizers: Sequence[Optimizer], max_norm: float) -> Tensor:
+        """Clip the reduced gradients of ``optimizers`` by their one norm over all ranks; returns the norm before."""
         self._was_clipped = True
-        clipper = self._clipper()
+        for optimizer in optimizers:
+            self._unscale(optimizer)
+        parameters = [p for optimizer in optimizers for p in self.main_params(optimizer)]
+        clipper = None if self._clipper is None else self._clipper()
         if clipper is None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         norm, factor = clipper.clip(parameters, max_norm)
-        self._report(GradReport(total_norm=norm, clip_factor=factor))
+        if self._report is not None:
+            self._report(GradReport(total_norm=norm, clip_factor=factor))
         return norm
+
+    def _unscale(self, optimizer: Optimizer) -> None:
+        # LightningOptimizer, which manual optimization hands out, stands for the one that was stepped
+        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if isinstance(self.scaler, AgreedGradScaler):
+            self.scaler.unscale_once(plain)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from lightning_moeclip.binding import (
 )
 from lightning_moeclip.gradients.collectives import broadcast_from_first
 from lightning_moeclip.gradients.corridor import CorridorSettings, GradientCorridor, optimizer_only_parameters
-from lightning_moeclip.gradients.report import GradReport
+from lightning_moeclip.gradients.report import Attendance, GradReport
 from lightning_moeclip.launch import GuardedStrategy
 from lightning_moeclip.parallel import checks, ledger
 from lightning_moeclip.parallel.agreement import gather_objects, raise_together
@@ -89,6 +89,7 @@ class MoEClipStrategy(GuardedStrategy):
         **ddp_arguments: Any,
     ) -> None:
         checks.refuse_ddp_arguments(ddp_arguments)
+        checks.check_at_least_one(expert_parallel_size)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -104,7 +105,7 @@ class MoEClipStrategy(GuardedStrategy):
         self._mesh: Mesh | None = None
         self._experts: SpreadExperts | None = None
         self._corridor: GradientCorridor | None = None
-        self._is_stand_in = False
+        self._is_stand_in = self._is_spoiled = False
         self.report = GradReport()
 
     # -- values for the user
@@ -133,9 +134,7 @@ class MoEClipStrategy(GuardedStrategy):
         Returns:
             0-d norm before clipping, the same on all ranks.
         """
-        optimizers = self.optimizers if optimizer is None else [optimizer]
-        members = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        return self.precision_plugin.clip_norm(members, max_norm)
+        return self.precision_plugin.clip_norm(self.optimizers if optimizer is None else [optimizer], max_norm)
 
     # -- set-up
 
@@ -227,7 +226,12 @@ class MoEClipStrategy(GuardedStrategy):
         roles = read_roles(module, self._settings.towers)
         checks.warn_of_scale_decay(optimizers, names, roles, undecayed_parameters(module))
         self._corridor = GradientCorridor(
-            module, self._plain_optimizers, self.mesh, self._settings, spread=frozenset(spread_names(module))
+            module,
+            self._plain_optimizers,
+            self.mesh,
+            self._settings,
+            spread=frozenset(spread_names(module)),
+            on_finished=self._note_reduction,
         )
         self.report = GradReport()
         self.precision_plugin.join(
@@ -261,7 +265,7 @@ class MoEClipStrategy(GuardedStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._is_stand_in = False
+        self._is_stand_in = self._is_spoiled = False
         with self._in_step(), ledger.recording() as outputs:
             output = super().training_step(*args, **kwargs)
         module = self.lightning_module
@@ -269,6 +273,7 @@ class MoEClipStrategy(GuardedStrategy):
             return output
         # the other ranks' backward waits in collectives of the layers that this rank has run
         self._is_stand_in = True
+        self._is_spoiled = not all(bool(o.detach().isfinite().all()) for o in outputs)
         return _StandIn.apply(torch.zeros((), device=self.root_device, requires_grad=True), *outputs)
 
     @override
@@ -287,23 +292,25 @@ class MoEClipStrategy(GuardedStrategy):
         assert corridor is not None, "backward outside fit"
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        corridor.begin(is_live=not self._is_stand_in)
+        corridor.begin(is_live=not self._is_stand_in, is_spoiled=self._is_spoiled)
         with self._in_step():  # activation checkpointing runs layers again
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        attendance = corridor.finish()
-        if attendance is not None:
-            self.report = GradReport(attendance=attendance)
-            self.end_if_terminated(attendance.is_termination_requested)
+        self.agree_on_termination()
+        corridor.finish()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def _note_reduction(self, attendance: Attendance) -> None:
+        self.report = GradReport(attendance)
+        self.end_if_terminated(attendance.is_termination_requested)
 
     def _note_clipping(self, clipped: GradReport) -> None:
         self.report = GradReport(self.report.attendance, clipped.total_norm, clipped.clip_factor)
 
     @override
     def agree_on_termination(self) -> None:
-        """Put this rank's wish to end into the next roll call, which every step reduces anyway."""
+        """Put this rank's wish to end into the next roll call, which every backward reduces anyway."""
         reducer = None if self._corridor is None else self._corridor.reducer
         if reducer is not None:
             reducer.is_termination_requested = self.termination_requested
@@ -388,8 +395,9 @@ class MoEClipStrategy(GuardedStrategy):
     def teardown(self) -> None:
         if self._corridor is not None:
             self._corridor.detach()
-        is_whole_run = not self.has_failed and self._trainer.state.status != TrainerStatus.INTERRUPTED
-        if self._experts is not None and is_whole_run:
+        # after spawn the main process tears down too, with neither ranks nor experts
+        has_experts = self._experts is not None and not self.has_failed
+        if has_experts and self._trainer.state.status != TrainerStatus.INTERRUPTED:
             self._experts.gather()
         super().teardown()
 

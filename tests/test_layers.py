@@ -34,6 +34,7 @@ COLLECTIVE_FILES = {
 COLLECTIVES = {
     "all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "all_to_all_single", "barrier",
     "broadcast", "broadcast_object_list", "reduce_scatter_tensor", "gather", "scatter", "monitored_barrier",
+    "all_gather_single", "reduce_scatter_single",
 }  # fmt: skip
 
 

@@ -24,17 +24,18 @@ class Slot:
         num_fired: gradients that arrived since the last reduction.
         is_packed: the view holds this rank's divided gradient.
         is_late: a gradient arrived after the bucket was launched, and waits in ``.grad``.
-        is_reduced: the view still holds the result of an earlier reduction.
+        is_local: ``.grad`` is a sum of this rank alone, made while paused. Any other gradient that is there before a
+            backward is equal on all replicas: the result of an earlier reduction, or what the user made of it.
     """
 
-    __slots__ = ("bucket", "is_late", "is_packed", "is_reduced", "num_fired", "parameter", "planned", "view")
+    __slots__ = ("bucket", "is_late", "is_local", "is_packed", "num_fired", "parameter", "planned", "view")
 
     def __init__(self, planned: PlannedParameter, parameter: nn.Parameter, bucket: "Bucket", view: Tensor) -> None:
         self.planned = planned
         self.parameter = parameter
         self.bucket = bucket
         self.view = view
-        self.is_reduced = False
+        self.is_local = False
         self.reset()
 
     def reset(self) -> None:
@@ -51,7 +52,7 @@ class Slot:
             assert grad is not None, "a hook fired without a gradient"
             self.view.copy_(grad.detach())
             self.parameter.grad = self.view
-        self.is_reduced = False
+        self.is_local = True
 
     def pack(self) -> None:
         """Divide what autograd left into the view, and free it."""
@@ -63,10 +64,9 @@ class Slot:
         elif grad is self.view:
             self.view.mul_(factor)
         else:
-            torch.mul(grad.detach(), factor, out=self.view)
+            torch.mul(grad.detach(), self.bucket.factor_0d, out=self.view)
         self.parameter.grad = None
         self.is_packed = True
-        self.is_reduced = False
 
     def close(self) -> bool:
         """Give the view its final content before the launch; returns whether there is a gradient at all."""
@@ -75,14 +75,14 @@ class Slot:
         grad = self.parameter.grad
         if grad is None:
             self.view.zero_()
-            self.is_reduced = False
             return False
-        if grad is self.view and self.is_reduced:
-            self.view.mul_(1.0 / self.bucket.num_replicas)  # comes back as it was: the sum has that many equal terms
-            self.parameter.grad = None
-            self.is_packed, self.is_reduced = True, False
-        else:
+        if self.is_local:
             self.pack()
+        else:
+            # comes back as it was: the sum has that many equal terms
+            torch.mul(grad.detach(), 1.0 / self.bucket.num_replicas, out=self.view)
+            self.parameter.grad = None
+            self.is_packed = True
         return True
 
     def reopen(self) -> None:
@@ -90,9 +90,14 @@ class Slot:
 
         Reducing again takes (1/W) of the sum over R replicas, so the reduced part has to enter as W/R of itself.
         """
-        if self.is_reduced and self.parameter.grad is self.view:
-            self.view.mul_(1.0 / (self.bucket.factor * self.bucket.num_replicas))
-            self.is_reduced = False
+        grad = self.parameter.grad
+        if grad is None or self.is_local or self.bucket.is_launched:
+            return
+        factor = 1.0 / (self.bucket.factor * self.bucket.num_replicas)
+        if grad is self.view:
+            self.view.mul_(factor)
+        else:
+            self.parameter.grad = grad.detach() * factor  # a tensor of the user's stays as it is
 
 
 class Bucket:
@@ -101,6 +106,7 @@ class Bucket:
     Attributes:
         slots: places in the flat buffer, in the order in which gradients are expected.
         factor: what each gradient is multiplied by when packed: 1/W.
+        factor_0d: the same as a 0-d tensor on the CPU, with which a product into a small tensor takes half the time.
         num_replicas: ranks that sum this bucket.
         is_deferred: launched when backward ends: some gradient may not come, or come twice. None until one
             backward was seen.
@@ -118,6 +124,8 @@ class Bucket:
     ) -> None:
         self.plan = plan
         self.factor = 1.0 / divisor
+        # in the precision that a Python number would be taken in: 16-bit gradients are multiplied in float32
+        self.factor_0d = torch.tensor(self.factor, dtype=torch.promote_types(plan.dtype, torch.float32).to_real())
         self.num_replicas = num_replicas
         self.group = group
         self.is_deferred: bool | None = None

@@ -21,10 +21,10 @@ class GradientClipper:
 
     def __init__(self, plan: SyncPlan, parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
         self._group = mesh.gradient_groups["dp"]
-        self._elsewhere = {
-            id(parameters[planned.name])
+        self._rank = mesh.rank
+        self._counting_rank = {
+            id(parameters[planned.name]): plan.replicas[planned.axis][index % len(plan.replicas[planned.axis])]
             for index, planned in enumerate(plan.parameters)
-            if plan.replicas[planned.axis][index % len(plan.replicas[planned.axis])] != mesh.rank
         }
 
     @torch.no_grad()
@@ -36,9 +36,11 @@ class GradientClipper:
         Returns:
             0-d tensor, float64 for float64 gradients and float32 otherwise; non-finite when a gradient is.
         """
-        with_grad = [p for p in parameters if p.grad is not None]
-        mine = [p.grad for p in with_grad if id(p) not in self._elsewhere]
-        device = with_grad[0].device if with_grad else torch.device("cpu")
+        members = list(parameters)
+        with_grad = [p for p in members if p.grad is not None]
+        # one that is no longer in the plan, frozen with a gradient left, is the same on all ranks
+        mine = [p.grad for p in with_grad if self._counting_rank.get(id(p), 0) == self._rank]
+        device = members[0].device if members else torch.device("cpu")
         square = torch.zeros(1, dtype=torch.float64, device=device)
         for grad in mine:
             assert grad is not None, "filtered above"
@@ -64,5 +66,6 @@ class GradientClipper:
             if parameter.grad is not None:
                 by_kind.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
         for (dtype, device), grads in by_kind.items():
-            torch._foreach_mul_(grads, factor.to(device=device, dtype=dtype))
+            # a factor rounded to 16 bits could leave the norm above its bound
+            torch._foreach_mul_(grads, factor.to(device=device, dtype=torch.promote_types(dtype, torch.float32)))
         return norm, factor

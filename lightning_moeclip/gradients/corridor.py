@@ -1,6 +1,6 @@
 """The corridor of one training run: from a module and its optimizers to plan, buckets and clipping."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_moeclip.gradients.clipping import GradientClipper
+from lightning_moeclip.gradients.collectives import broadcast_from_first
 from lightning_moeclip.gradients.reducer import Reducer
 from lightning_moeclip.gradients.report import Attendance
 from lightning_moeclip.parallel import checks
@@ -76,6 +77,7 @@ class GradientCorridor:
         settings: CorridorSettings,
         *,
         spread: frozenset[str] = frozenset(),
+        on_finished: Callable[[Attendance], None] = lambda _: None,
     ) -> None:
         """Lay out the plan and hook the parameters.
 
@@ -85,6 +87,7 @@ class GradientCorridor:
             mesh: axes and groups.
             settings: the user's choices.
             spread: names of expert parameters of which this rank holds a slice.
+            on_finished: told the outcome of each reduction.
 
         Raises:
             RuntimeError: on every rank, when ranks differ in their parameters.
@@ -95,7 +98,12 @@ class GradientCorridor:
         self._mesh = mesh
         self._settings = settings
         self._spread = spread
+        self._on_finished = on_finished
         self.reducer: Reducer | None = None
+        # kept alive, so that no other parameter gets the id of one of these
+        self._shared = {
+            id(p): p for p in [*module.parameters(), *optimizer_only_parameters(module, optimizers()).values()]
+        }
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -113,6 +121,7 @@ class GradientCorridor:
             bucket_size_mb=self._settings.bucket_size_mb,
         )
         checks.check_same_on_all_ranks(self.plan.fingerprint(), what="The set of trainable parameters")
+        self._share(trainable)
         self.clipper = GradientClipper(self.plan, trainable, self._mesh)
         if self._mesh.world_size == 1:
             return
@@ -127,10 +136,19 @@ class GradientCorridor:
             is_idle_zero=self._settings.idle_expert == "zero",
             count_unplanned=self.count_unplanned,
             on_unplanned=self.rebuild,
+            on_finished=self._on_finished,
         )
         if previous is not None:
             self.reducer.adopt(previous)
             self.reducer.is_termination_requested = previous.is_termination_requested
+
+    def _share(self, trainable: Mapping[str, nn.Parameter]) -> None:
+        """Give every rank the first one's values of parameters that were made while training."""
+        new = {name: p for name, p in trainable.items() if id(p) not in self._shared}
+        for axis in ("dp", "edp"):
+            members = [p for name, p in new.items() if self.plan[name].axis == axis]
+            broadcast_from_first(members, self._mesh.gradient_groups[axis])
+        self._shared |= {id(p): p for p in new.values()}
 
     def count_unplanned(self) -> int:
         """Trainable parameters that an optimizer steps and the plan does not know: unfrozen or added since."""
@@ -151,23 +169,20 @@ class GradientCorridor:
         """Make the plan anew, keeping gradients; every rank calls this at the same point."""
         self._lay_out()
 
-    def begin(self, *, is_live: bool = True) -> None:
+    def begin(self, *, is_live: bool = True, is_spoiled: bool = False) -> None:
         """Before a backward whose reduction ``finish`` will end.
 
         Args:
             is_live: the loss is this rank's own, and not a stand-in for a missing one.
+            is_spoiled: layers have sent values to other ranks that are not finite, for a loss that is missing.
         """
         if self.reducer is not None:
-            self.reducer.is_live = is_live
-            self.reducer.begin()
+            self.reducer.begin(is_live=is_live, is_spoiled=is_spoiled)
 
-    def finish(self) -> Attendance | None:
-        """After a backward: the reduced gradients are in ``.grad``. None while paused or on one process."""
-        if self.reducer is None:
-            return None
-        attendance = self.reducer.finish()
-        self.reducer.is_live = True
-        return attendance
+    def finish(self) -> None:
+        """After a backward: the reduced gradients are in ``.grad``. Nothing while paused or on one process."""
+        if self.reducer is not None:
+            self.reducer.finish()
 
     def detach(self) -> None:
         """Remove every hook."""

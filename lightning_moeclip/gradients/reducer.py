@@ -18,7 +18,7 @@ from lightning_moeclip.parallel.plan import SyncPlan
 __all__ = ["Reducer"]
 
 # fields of the roll call before the presence of each parameter
-_LIVE, _LATE, _UNPLANNED, _TERMINATE, _NUM_FIELDS = range(5)
+_LIVE, _SPOILED, _LATE, _UNPLANNED, _TERMINATE, _NUM_FIELDS = range(6)
 
 
 class Reducer:
@@ -26,7 +26,8 @@ class Reducer:
 
     Attributes:
         is_paused: gradients are summed on this rank alone, as for the first micro-batches of an accumulation.
-        is_live: this rank's loss counts; False while a zero stands in for a missing one.
+        is_live: this rank's loss counts; False while a zero stands in for a missing one, whose zero gradients then
+            are those of a parameter that was not used.
         is_termination_requested: goes into the roll call, so that all ranks learn of it.
     """
 
@@ -40,6 +41,7 @@ class Reducer:
         is_idle_zero: bool = False,
         count_unplanned: Callable[[], int] = lambda: 0,
         on_unplanned: Callable[[], None] = lambda: None,
+        on_finished: Callable[[Attendance], None] = lambda _: None,
     ) -> None:
         """Make the buckets and hook the parameters.
 
@@ -51,6 +53,7 @@ class Reducer:
             is_idle_zero: a parameter without a gradient on any rank gets zeros instead of None.
             count_unplanned: number of trainable parameters on this rank that the plan does not know.
             on_unplanned: called on all ranks when some rank counted one.
+            on_finished: told the outcome of each reduction, also of one that a raw ``loss.backward()`` ends.
         """
         self.plan = plan
         self.is_paused = False
@@ -60,6 +63,7 @@ class Reducer:
         self._is_idle_zero = is_idle_zero
         self._count_unplanned = count_unplanned
         self._on_unplanned = on_unplanned
+        self._on_finished = on_finished
         self.buckets = [
             Bucket(
                 bucket,
@@ -77,6 +81,7 @@ class Reducer:
         self._next = 0
         self._is_open = False
         self._was_live = False
+        self._was_spoiled = False
         self._is_driven = False
         self._handles = [handle for slot in self._slots for handle in self._hook(slot)]
 
@@ -95,16 +100,33 @@ class Reducer:
             handle.remove()
         self._handles.clear()
 
-    def begin(self) -> None:
-        """Say that ``finish`` will be called after this backward."""
+    def begin(self, *, is_live: bool = True, is_spoiled: bool = False) -> None:
+        """Say that ``finish`` will be called after this backward.
+
+        Args:
+            is_live: see the attribute.
+            is_spoiled: what this rank gave up is not finite and has been sent to other ranks: zero times it is NaN,
+                so no rank gets a gradient.
+        """
         self._is_driven = True
+        self.is_live = is_live
+        self._was_live |= is_live
+        self._was_spoiled |= is_spoiled
 
     @torch.no_grad()
     def _reopen(self, slot: Slot) -> None:
         slot.reopen()
 
-    @torch.no_grad()
     def _on_gradient(self, slot: Slot) -> None:
+        # a backward without create_graph has switched recording off already, and switching it again costs as much
+        # as the rest of a small parameter's hook
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._take(slot)
+        else:
+            self._take(slot)
+
+    def _take(self, slot: Slot) -> None:
         grad = slot.parameter.grad
         if grad is not None and grad.layout is not torch.strided:
             raise TypeError(
@@ -112,6 +134,9 @@ class Reducer:
                 "which hold every row. Use nn.Embedding(..., sparse=False)."
             )
         self._was_live |= self.is_live
+        if not self.is_live and self._says_nothing(slot):
+            slot.parameter.grad = None
+            return
         if self.is_paused:
             slot.keep()
             return
@@ -127,6 +152,11 @@ class Reducer:
             bucket.num_packed += 1
             if bucket.is_full:
                 self._launch_ready()
+
+    def _says_nothing(self, slot: Slot) -> bool:
+        """Whether a stand-in's backward left a fresh zero: what is not zero is owed to the losses of other ranks."""
+        grad = slot.parameter.grad
+        return grad is not None and grad is not slot.view and not slot.is_late and not bool(grad.any())
 
     def _open(self) -> None:
         if not self._is_open:
@@ -148,17 +178,15 @@ class Reducer:
             self._next += 1
 
     @torch.no_grad()
-    def finish(self) -> Attendance | None:
-        """Reduce what is left, wait for everything and point ``.grad`` at the reduced gradients.
+    def finish(self) -> None:
+        """Reduce what is left, wait for everything and point ``.grad`` at the reduced gradients; nothing while paused.
 
         Every rank must call this after the same backward, with or without gradients of its own.
-
-        Returns:
-            Who took part, equal on all ranks; None while paused.
         """
         self._is_driven = False
+        self.is_live = True
         if self.is_paused:
-            return None
+            return
         for bucket in self._order[self._next :]:
             bucket.launch()
         totals = self._call_roll()
@@ -172,35 +200,37 @@ class Reducer:
         self._close()
         if totals[_UNPLANNED] > 0:
             self._on_unplanned()
-        return attendance
+        self._on_finished(attendance)
 
     def _call_roll(self) -> list[float]:
         world_size = self._mesh.world_size
         roll = [0.0] * self._roll.numel()
         roll[_LIVE] = float(self._was_live)
+        roll[_SPOILED] = float(self._was_spoiled)
         roll[_LATE] = float(sum(slot.is_late for slot in self._slots))
         roll[_UNPLANNED] = float(self._count_unplanned())
         roll[_TERMINATE] = float(self.is_termination_requested)
         for index, slot in enumerate(self._slots, start=_NUM_FIELDS):
-            # a stand-in for a missing loss reaches spread experts too, whose gradients may be owed to other ranks
-            if slot.is_packed and (self._was_live or slot.planned.axis == "edp"):
+            if slot.is_packed:
                 roll[index] = 1.0 if slot.num_fired == 1 else world_size + 1.0
         self._roll.copy_(torch.tensor(roll))
         return sum_over(self._roll, self._mesh.gradient_groups["dp"]).tolist()
 
     def _hand_out(self, totals: list[float]) -> Attendance:
         absent = []
+        is_any = totals[_LIVE] > 0 and totals[_SPOILED] == 0
         for slot, presence in zip(self._slots, totals[_NUM_FIELDS:], strict=True):
-            is_present = presence > 0 and totals[_LIVE] > 0
+            is_present = presence > 0 and is_any
             if not is_present:
                 absent.append(slot.planned.name)
                 slot.view.zero_()
-            is_shown = is_present or (self._is_idle_zero and slot.parameter.requires_grad)
+            is_shown = is_present or (is_any and self._is_idle_zero and slot.parameter.requires_grad)
             slot.parameter.grad = slot.view if is_shown else None
-            slot.is_reduced = is_shown
+            slot.is_local = False
         return Attendance(
             num_live_ranks=int(totals[_LIVE]),
             absent=tuple(absent),
+            is_spoiled=totals[_SPOILED] > 0,
             is_termination_requested=totals[_TERMINATE] > 0,
         )
 
@@ -225,16 +255,18 @@ class Reducer:
         newcomers = [slot for slot in self._slots if id(slot.parameter) not in known]
         presence = torch.tensor([float(slot.parameter.grad is not None) for slot in newcomers])
         for slot in newcomers:
+            slot.is_local = True  # nobody has reduced it
             slot.close()
             sum_over(slot.view, slot.bucket.group)
         totals = sum_over(presence.to(self._roll.device), self._mesh.gradient_groups["dp"]).tolist()
         for slot, total in zip(newcomers, totals, strict=True):
-            slot.parameter.grad = slot.view if total > 0 else None
+            slot.parameter.grad = slot.view if total > 0 or self._is_idle_zero else None
+            slot.is_local = False
         for slot in self._slots:
             if id(slot.parameter) in known and slot.parameter.grad is not None:
                 slot.view.copy_(slot.parameter.grad)
                 slot.parameter.grad = slot.view
-            slot.is_reduced = slot.parameter.grad is not None
+                slot.is_local = known[id(slot.parameter)].is_local
             slot.reset()
 
     def _close(self) -> None:
@@ -243,3 +275,4 @@ class Reducer:
         self._next = 0
         self._is_open = False
         self._was_live = False
+        self._was_spoiled = False

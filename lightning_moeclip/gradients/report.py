@@ -13,12 +13,15 @@ class Attendance:
 
     Attributes:
         num_live_ranks: ranks whose ``training_step`` returned a loss.
+        is_spoiled: a rank gave up a loss that was not finite, after it had sent such values to others: nobody has a
+            gradient.
         absent: parameters without a gradient on any rank; their ``.grad`` is None.
         is_termination_requested: some rank was told to end.
     """
 
     num_live_ranks: int
     absent: tuple[str, ...] = ()
+    is_spoiled: bool = False
     is_termination_requested: bool = False
 
 

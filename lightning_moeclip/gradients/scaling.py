@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from lightning_moeclip.gradients.collectives import sum_over
@@ -27,6 +28,11 @@ class AgreedGradScaler(torch.amp.GradScaler):
         """Divide the gradients by the scale and agree on whether any rank found a non-finite one."""
         super().unscale_(optimizer)
         self._agree(optimizer)
+
+    def unscale_once(self, optimizer: Optimizer) -> None:
+        """``unscale_``, unless that was done since the last ``update``; every rank must call this."""
+        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            self.unscale_(optimizer)
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         super()._check_inf_per_device(optimizer)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import normalize as unit_rows
 
 from lightning_moeclip.modules.global_batch import (
@@ -23,7 +22,14 @@ from lightning_moeclip.modules.global_batch import (
     meet,
     reduce_logsumexp,
 )
-from lightning_moeclip.modules.tiles import Tile, check_chunk_size, feature_gradients, full_precision, tiles
+from lightning_moeclip.modules.tiles import (
+    Tile,
+    check_chunk_size,
+    feature_gradients,
+    full_precision,
+    once_differentiable,
+    tiles,
+)
 from lightning_moeclip.parallel import ledger
 
 __all__ = ["contrastive_loss"]
@@ -61,7 +67,7 @@ def contrastive_loss(
     return global_contrastive_loss(image_features, text_features, logit_scale, chunk_size, group, normalize=False)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def global_contrastive_loss(
     image: Tensor,
     text: Tensor,
@@ -139,11 +145,10 @@ class _Contrastive(torch.autograd.Function):
             return (batch.world_size / (2 * batch.total) * total).to(image.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         image, text_all, log_scale, by_row, by_own_column = ctx.saved_tensors
         needs_image, _, needs_scale, *_ = ctx.needs_input_grad
-        with full_precision(image):
+        with full_precision(image), torch.no_grad():
             gradient = _LogitGradient.build(upstream, by_row, by_own_column, image.dtype, ctx.batch)
             grads = feature_gradients(
                 image,
@@ -155,7 +160,7 @@ class _Contrastive(torch.autograd.Function):
                 needs_image=needs_image,
                 needs_scale=needs_scale,
             )
-        return *grads, None, None
+        return *once_differentiable(grads, image, text_all, log_scale, upstream), None, None
 
 
 def _add_logsumexp(total: Tensor, logits: Tensor, dim: int, scratch: Tensor) -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "combine",
     "copy_tokens",
     "plan_rows",
+    "plan_within_capacity",
     "receive",
     "send_back",
     "sum_outputs",
@@ -35,17 +36,19 @@ class RowPlan:
     """Which token each row is a copy of, rows sorted by expert and within an expert by token.
 
     Attributes:
-        token: [R], source token of a row.
-        slot: [R], place of a row among the T * K choices.
+        token: [R], source token of a row; any for a blank row.
+        slot: [R], place of a row among the T * K choices; any for a blank row.
         row: [T, K], row of a choice, the inverse of ``slot``; None when a capacity dropped some.
-        counts: [E], rows per expert, int64.
-        chosen: [E], choices per expert, int64; above ``counts`` where a capacity dropped some.
+        blank: rows of zeros that make all experts' rows as many; None without.
+        counts: [E], rows per expert with blank ones, int64.
+        chosen: [E], choices per expert, int64.
         top_k: K.
     """
 
     token: Tensor
     slot: Tensor
     row: Tensor | None
+    blank: Tensor | None
     counts: Tensor
     chosen: Tensor
     top_k: int
@@ -59,21 +62,44 @@ def count_experts(chosen: Tensor, num_experts: int) -> Tensor:
     )
 
 
-def plan_rows(
-    chosen_TK: Tensor, num_experts: int, *, weights_TK: Tensor | None = None, capacity: int | None = None
-) -> RowPlan:
-    """Sort the choices by expert; with a capacity, keep each expert's heaviest, the earlier token on ties."""
+def plan_rows(chosen_TK: Tensor, num_experts: int, *, padding_max: float = 0.0) -> RowPlan:
+    """Sort the choices by expert, all of them.
+
+    Args:
+        chosen_TK: expert ids.
+        num_experts: E.
+        padding_max: fill up to equal rows per expert where that makes at most so many times T * K rows; CPU only, since
+            the host has to know the counts.
+    """
     top_k = chosen_TK.shape[1]
     chosen_S = chosen_TK.reshape(-1)
     counts_E = count_experts(chosen_S, num_experts)
-    slot_R = chosen_S.argsort(stable=True)
-    if capacity is not None:
-        assert weights_TK is not None, "a capacity keeps the heaviest"
-        slot_R = _within_capacity(chosen_S, weights_TK.detach().reshape(-1), counts_E, capacity)
-        return RowPlan(slot_R // top_k, slot_R, None, counts_E.clamp(max=capacity), counts_E, top_k)
-    row_S = torch.empty_like(slot_R)
-    row_S[slot_R] = torch.arange(len(slot_R), device=slot_R.device)
-    return RowPlan(slot_R // top_k, slot_R, row_S.view(-1, top_k), counts_E, counts_E, top_k)
+    slot_S = chosen_S.argsort(stable=True)
+    row_S = torch.empty_like(slot_S)
+    place_S = torch.arange(len(slot_S), device=slot_S.device)
+    fullest = int(counts_E.max()) if padding_max and len(slot_S) else 0
+    if not 0 < fullest * num_experts <= padding_max * len(slot_S):
+        row_S[slot_S] = place_S
+        return RowPlan(slot_S // top_k, slot_S, row_S.view(-1, top_k), None, counts_E, counts_E, top_k)
+    place_S += ((torch.arange(num_experts) * fullest) - (counts_E.cumsum(0) - counts_E)).repeat_interleave(counts_E)
+    row_S[slot_S] = place_S
+    slot_R = torch.zeros(num_experts * fullest, dtype=torch.int64)
+    slot_R[place_S] = slot_S
+    is_blank_R = torch.ones(len(slot_R), dtype=torch.bool)
+    is_blank_R[place_S] = False
+    even_E = torch.full_like(counts_E, fullest)
+    return RowPlan(
+        slot_R // top_k, slot_R, row_S.view(-1, top_k), is_blank_R.nonzero().squeeze(1), even_E, counts_E, top_k
+    )
+
+
+def plan_within_capacity(chosen_TK: Tensor, weights_TK: Tensor, num_experts: int, capacity: int) -> RowPlan:
+    """Sort the choices by expert, at most ``capacity`` each: the heaviest, the earlier token on ties."""
+    top_k = chosen_TK.shape[1]
+    chosen_S = chosen_TK.reshape(-1)
+    counts_E = count_experts(chosen_S, num_experts)
+    slot_R = _within_capacity(chosen_S, weights_TK.detach().reshape(-1), counts_E, capacity)
+    return RowPlan(slot_R // top_k, slot_R, None, None, counts_E.clamp(max=capacity), counts_E, top_k)
 
 
 def _within_capacity(chosen_S: Tensor, weights_S: Tensor, counts_E: Tensor, capacity: int) -> Tensor:
@@ -93,11 +119,16 @@ class _CopyTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, plan: RowPlan) -> Tensor:
         ctx.plan, ctx.num_tokens = plan, x_TD.shape[0]
-        return x_TD.index_select(0, plan.token)
+        return _blanked(x_TD.index_select(0, plan.token), plan)
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
         return _by_choice(grad_RD, ctx.plan, ctx.num_tokens).sum(1), None
+
+
+def _blanked(rows_RD: Tensor, plan: RowPlan) -> Tensor:
+    """Zeros in the blank rows; by filling, since zero times a NaN would spread it."""
+    return rows_RD if plan.blank is None else rows_RD.index_fill_(0, plan.blank, 0.0)
 
 
 def _by_choice(rows_RD: Tensor, plan: RowPlan, num_tokens: int) -> Tensor:
@@ -128,12 +159,11 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         plan: RowPlan = ctx.plan
         rows_RD, weights_TK = ctx.saved_tensors
-        grad_RD = grad_TD.index_select(0, plan.token)
+        grad_RD = _blanked(grad_TD.index_select(0, plan.token), plan)
         grad_weights_TK = grad_rows_RD = None
         if ctx.needs_input_grad[1]:
             grad_weight_R = torch.linalg.vecdot(rows_RD, grad_RD)
-            flat_S = weights_TK.new_zeros(weights_TK.numel())
-            grad_weights_TK = flat_S.index_copy(0, plan.slot, grad_weight_R).view_as(weights_TK)
+            grad_weights_TK = _by_choice(grad_weight_R.unsqueeze(1), plan, len(weights_TK)).squeeze(2)
         if ctx.needs_input_grad[0]:
             weight_R1 = weights_TK.reshape(-1).index_select(0, plan.slot).unsqueeze(1)
             grad_rows_RD = grad_RD * weight_R1 if torch.is_grad_enabled() else grad_RD.mul_(weight_R1)
@@ -249,8 +279,9 @@ def sum_outputs(rows_RD: Tensor, plan: RowPlan) -> tuple[Tensor, Tensor]:
     )
     # a product with 0 and 1 adds in a fixed order, which index_add_ on a GPU does not
     member_ER = (torch.arange(len(plan.counts), device=rows_RD.device).unsqueeze(1) == expert_R).to(dtype)
+    served_E = torch.minimum(plan.chosen, plan.counts)  # fewer with a capacity, and blank rows add zeros
     sums_ED = member_ER @ rows_RD.detach().to(dtype)
-    both = sum_over_ranks(torch.cat([sums_ED, plan.counts.to(dtype).unsqueeze(1)], dim=1))
+    both = sum_over_ranks(torch.cat([sums_ED, served_E.to(dtype).unsqueeze(1)], dim=1))
     return both[:, :-1], both[:, -1]
 
 

@@ -13,6 +13,10 @@ from torch import Tensor
 
 __all__ = ["GlobalBatch", "gather_rows", "meet", "reduce_logsumexp", "sum_to_owners"]
 
+# torch 2.13 renamed both, and warns under the names that 2.11 has
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -80,6 +84,8 @@ class _Card:
 def meet(image: Tensor, text: Tensor, *others: Tensor, group: dist.ProcessGroup | None = None) -> GlobalBatch:
     """Learn how many rows each rank holds, and refuse features that do not belong together.
 
+    Eleven whole numbers per rank are gathered and read on the host, since shapes of uneven ranks hang on them.
+
     Args:
         image: [n_r, dim], this rank's image features.
         text: [n_r, dim], this rank's text features.
@@ -98,7 +104,7 @@ def meet(image: Tensor, text: Tensor, *others: Tensor, group: dist.ProcessGroup 
         if world_size > 1:
             sent = torch.tensor(list(vars(mine).values()), dtype=torch.int64, device=image.device)
             received = sent.new_empty(world_size * len(sent))
-            dist.all_gather_into_tensor(received, sent, group=group)
+            _all_gather(received, sent, group=group)
             cards = [_Card(*numbers) for numbers in received.view(world_size, -1).tolist()]
     _check(cards)
     wants_text = any(c.wants_text for c in cards)
@@ -112,7 +118,7 @@ def gather_rows(x: Tensor, batch: GlobalBatch) -> Tensor:
         return x
     most = max(batch.rows)
     received = x.new_empty(batch.world_size * most, *x.shape[1:])
-    dist.all_gather_into_tensor(received, _padded(x, most), group=batch.group)
+    _all_gather(received, _padded(x, most), group=batch.group)
     return _unpadded(received, batch)
 
 
@@ -124,7 +130,7 @@ def sum_to_owners(x: Tensor, batch: GlobalBatch) -> Tensor:
     if most * batch.world_size != batch.total:
         x = torch.cat([_padded(part, most) for part in x.split(batch.rows)])
     received = x.new_empty(most, *x.shape[1:])
-    dist.reduce_scatter_tensor(received, x.contiguous(), group=batch.group)
+    _reduce_scatter(received, x.contiguous(), group=batch.group)
     return received[: batch.rows[batch.rank]]
 
 
@@ -171,9 +177,7 @@ def _check(cards: list[_Card]) -> None:
             "Give as many images as texts on each rank."
         )
     if len({dim for c in cards for dim in (c.image_dim, c.text_dim)}) > 1:
-        widths = _listed(
-            cards, lambda c: f"image features of width {c.image_dim} and text features of width {c.text_dim}"
-        )
+        widths = _listed(cards, lambda c: f"image features of width {c.image_dim}, text features of width {c.text_dim}")
         raise ValueError(f"All features must have one width, but {widths}. Project both towers to the same dim.")
     if len({(c.image_dtype, c.text_dtype) for c in cards}) > 1:
         raise ValueError(f"All ranks must give the same dtypes, but {_listed(cards, str)}. Use one precision on all.")

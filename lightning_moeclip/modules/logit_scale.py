@@ -133,8 +133,8 @@ def _split(optimizer: Optimizer) -> None:
     scalars = {id(p) for loss in list(_living) for p in loss.undecayed()}
     for group in list(optimizer.param_groups):
         params = group["params"]
-        ours = [p for p in params if id(p) in scalars]
-        if not ours or not group.get("weight_decay"):
+        ours = [p for p in params if id(p) in scalars] if group.get("weight_decay") else []
+        if not ours:
             continue
         if optimizer not in _splits:
             optimizer.register_state_dict_pre_hook(_join)

@@ -10,8 +10,17 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_moeclip.modules.dispatch import RowPlan, combine, copy_tokens, plan_rows, receive, send_back, sum_outputs
-from lightning_moeclip.modules.experts import ACTIVATIONS, Segments, expert_mlp
+from lightning_moeclip.modules.dispatch import (
+    RowPlan,
+    combine,
+    copy_tokens,
+    plan_rows,
+    plan_within_capacity,
+    receive,
+    send_back,
+    sum_outputs,
+)
+from lightning_moeclip.modules.experts import ACTIVATIONS, PADDING_MAX, Segments, expert_mlp
 from lightning_moeclip.modules.record import RoutingCall, RoutingRecord, in_backward
 from lightning_moeclip.modules.router import OutputMean, Router, RouterGradient, Routing
 from lightning_moeclip.parallel import ledger
@@ -69,8 +78,6 @@ class MoE(nn.Module):
         ValueError: a setting that cannot work, with what to write instead.
     """
 
-    tokens_per_expert: Tensor
-
     def __init__(
         self,
         dim: int,
@@ -98,7 +105,8 @@ class MoE(nn.Module):
         self.w_in = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
         self.w_out = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
         self.output_mean = OutputMean(num_experts, dim) if router_gradient == "dense" else None
-        self.register_buffer("tokens_per_expert", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+        # no buffer: ranks count their own tokens, and buffers are broadcast
+        self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64)
         self.tokens_per_expert_by_tower: dict[str | None, Tensor] = {}
         self._training_load: dict[str | None, Tensor] = {}
         self.routing_record = RoutingRecord()
@@ -151,7 +159,7 @@ class MoE(nn.Module):
         self._shared.axis = axis
 
     def restore_experts(self, whole: dict[str, Tensor]) -> None:
-        """Put whole expert weights back, in the same Parameter objects, and forget the axis.
+        """Put whole expert weights back, in the same Parameter objects, and forget the axis and the slice's gradients.
 
         Args:
             whole: tensor of all experts for each name in ``expert_parameters``.
@@ -167,6 +175,7 @@ class MoE(nn.Module):
                 f"restore_experts got {given}, but this MoE needs exactly {shapes}. Gather all experts first."
             )
         for name, parameter in parameters.items():
+            parameter.grad = None
             parameter.data = whole[name].to(parameter.device, parameter.dtype)
         self._shared.axis = None
 
@@ -239,16 +248,13 @@ class MoE(nn.Module):
                 f"Use x.to({self.w_in.dtype}), or a Trainer precision that casts."
             )
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[misc, untyped-decorator]
     def _serve(self, x_TD: Tensor, routing: Routing, tower: str | None) -> Tensor:
         """Everything whose shapes depend on the routing; not traced by torch.compile."""
         dtype = (
             torch.get_autocast_dtype(x_TD.device.type) if torch.is_autocast_enabled(x_TD.device.type) else x_TD.dtype
         )
-        capacity = None
-        if self.capacity_factor is not None:
-            capacity = math.ceil(self.capacity_factor * routing.chosen.numel() / self.num_experts)
-        plan = plan_rows(routing.chosen, self.num_experts, weights_TK=routing.weights, capacity=capacity)
+        plan = self._plan(routing)
         rows_RD = copy_tokens(x_TD.to(dtype), plan)
         out_RD = self._run_experts(rows_RD, plan, dtype)
         y_TD = combine(out_RD, routing.weights, plan)
@@ -259,6 +265,13 @@ class MoE(nn.Module):
         if self.expert_axis is not None and not in_backward():
             ledger.enter(y_TD)
         return y_TD
+
+    def _plan(self, routing: Routing) -> RowPlan:
+        if self.capacity_factor is None:
+            is_local_cpu = self.expert_axis is None and routing.chosen.device.type == "cpu"
+            return plan_rows(routing.chosen, self.num_experts, padding_max=PADDING_MAX if is_local_cpu else 0.0)
+        capacity = math.ceil(self.capacity_factor * routing.chosen.numel() / self.num_experts)
+        return plan_within_capacity(routing.chosen, routing.weights, self.num_experts, capacity)
 
     def _run_experts(self, rows_RD: Tensor, plan: RowPlan, dtype: torch.dtype) -> Tensor:
         w_in, w_out = self.w_in.to(dtype), self.w_out.to(dtype)
@@ -272,7 +285,7 @@ class MoE(nn.Module):
 
     def _count(self, routing: Routing, plan: RowPlan, tower: str | None, y_TD: Tensor) -> None:
         counts_E = plan.chosen
-        self.routing_record.add(RoutingCall(tower, routing.logits, counts_E), y_TD)
+        self.routing_record.add(RoutingCall(tower, routing.logits, counts_E), y_TD, is_training=self.training)
         if in_backward():
             return
         self.tokens_per_expert = counts_E

@@ -33,13 +33,23 @@ class RoutingCall:
     counts: Tensor
 
 
+@dataclass(frozen=True)
+class _Kept:
+    call: RoutingCall
+    graph: "weakref.ref[Any] | None"
+
+    def is_alive(self) -> bool:
+        """Whether the layer's output, or what was made of it, can still be sent backward."""
+        return self.graph is not None and self.graph() is not None
+
+
 class RoutingRecord:
     """The calls of a layer since the auxiliary loss last read them.
 
     A layer may be called several times in one step (both towers, a shared block), so calls add up. They start anew when
-    the auxiliary loss has read them, when a backward has passed through them, when their graph is gone, and when
-    gradients are switched on or off: nothing outlives its step. Without gradients only the last call of each tower is
-    kept. Copies and pickles of a layer start with an empty record.
+    the auxiliary loss has read them, when a backward has passed through them, and between training and evaluation.
+    A call whose output nothing can send backward any more (without gradients: any call) gives way to the next of its
+    tower, so that what is never read does not pile up. Copies and pickles of a layer start with an empty record.
 
     Attributes:
         towers: names that all ranks have agreed to count, the same on every rank.
@@ -47,38 +57,35 @@ class RoutingRecord:
 
     def __init__(self) -> None:
         self.towers: list[str | None] = [None, "image", "text"]
-        self._calls: list[RoutingCall] = []
-        self._with_grad = False
+        self._calls: list[_Kept] = []
+        self._is_training = False
         self._is_spent = False
-        self._graph: weakref.ref[Any] | None = None
-        self._lost_gradient = False
+        self._towers_without_graph: set[str | None] = set()
 
-    def add(self, call: RoutingCall, output: Tensor) -> None:
+    def add(self, call: RoutingCall, output: Tensor, *, is_training: bool) -> None:
         """Enter a call.
 
         Args:
             call: its routing.
             output: of the layer, whose graph the call lives with.
+            is_training: mode of the layer.
 
         Raises:
             RuntimeError: the call recomputes one that the auxiliary loss has read without a graph.
         """
-        with_grad = torch.is_grad_enabled()
         if in_backward():
-            if with_grad and self._lost_gradient:
+            if torch.is_grad_enabled() and call.tower in self._towers_without_graph:
                 raise RuntimeError(
                     "auxiliary_loss read a layer that ran without a graph, under reentrant activation checkpointing: "
                     "its gradient is lost. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
                 )
             return
-        graph_is_gone = self._graph is not None and self._graph() is None
-        if self._is_spent or graph_is_gone or with_grad != self._with_grad:
+        if self._is_spent or is_training != self._is_training:
             self._calls = []
-        if not with_grad:
-            self._calls = [kept for kept in self._calls if kept.tower != call.tower]
-        self._calls.append(call)
-        self._with_grad, self._is_spent, self._lost_gradient = with_grad, False, False
-        self._graph = weakref.ref(output.grad_fn) if output.grad_fn is not None else None
+        self._calls = [kept for kept in self._calls if kept.call.tower != call.tower or kept.is_alive()]
+        self._calls.append(_Kept(call, weakref.ref(output.grad_fn) if output.grad_fn is not None else None))
+        self._is_training, self._is_spent = is_training, False
+        self._towers_without_graph = set()
         if call.logits.requires_grad:
             call.logits.register_hook(_Spend(self))
 
@@ -92,8 +99,8 @@ class RoutingRecord:
         Args:
             needs_grad: whether the caller wants a gradient for the router.
         """
-        calls, self._calls, self._graph = self._calls, [], None
-        self._lost_gradient = needs_grad and any(not call.logits.requires_grad for call in calls)
+        calls, self._calls = [kept.call for kept in self._calls], []
+        self._towers_without_graph = {call.tower for call in calls if needs_grad and not call.logits.requires_grad}
         return calls
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RoutingRecord":
@@ -104,7 +111,7 @@ class RoutingRecord:
 
 
 class _Spend:
-    """Hook that marks a record without keeping it, or itself, alive through the graph."""
+    """Hook that marks a record as that of a finished step, without keeping the record alive through the graph."""
 
     def __init__(self, record: RoutingRecord) -> None:
         self._record = weakref.ref(record)

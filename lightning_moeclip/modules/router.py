@@ -176,7 +176,7 @@ class OutputMean(nn.Module):
 
     def advance(self) -> None:
         """Start to use what the last forward prepared."""
-        self.mean = self.upcoming
+        self.mean = self.upcoming.clone()
 
     @torch.no_grad()
     def update(self, sums_ED: Tensor, counts_E: Tensor) -> None:

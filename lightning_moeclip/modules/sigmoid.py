@@ -9,18 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import logsigmoid
 
 from lightning_moeclip.modules.contrastive import anchored, check_scalar, wide_dtype, widened
 from lightning_moeclip.modules.global_batch import GlobalBatch, gather_rows, meet
-from lightning_moeclip.modules.tiles import Tile, feature_gradients, full_precision, tiles
+from lightning_moeclip.modules.tiles import Tile, feature_gradients, full_precision, once_differentiable, tiles
 from lightning_moeclip.parallel import ledger
 
 __all__ = ["global_sigmoid_loss"]
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def global_sigmoid_loss(
     image: Tensor,
     text: Tensor,
@@ -72,15 +71,14 @@ class _Sigmoid(torch.autograd.Function):
             return (batch.world_size / batch.total * total).to(image.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         image, text_all, log_scale, bias = ctx.saved_tensors
         batch: GlobalBatch = ctx.batch
         needs_image, _, needs_scale, needs_bias, *_ = ctx.needs_input_grad
-        with full_precision(image):
+        with full_precision(image), torch.no_grad():
             shift = bias.to(image.dtype)
             factor = upstream.to(image.dtype) * (batch.world_size / batch.total)
-            bias_grad = torch.zeros_like(shift, dtype=wide_dtype(image))
+            bias_grad = image.new_zeros((), dtype=wide_dtype(image))
 
             def logit_gradient(tile: Tile) -> Tensor:
                 gradient = _signed(tile, shift).sigmoid_()
@@ -90,7 +88,7 @@ class _Sigmoid(torch.autograd.Function):
                     bias_grad.add_(gradient.sum())
                 return gradient
 
-            grads = feature_gradients(
+            grads: tuple[Tensor | None, ...] = feature_gradients(
                 image,
                 text_all,
                 log_scale,
@@ -100,7 +98,8 @@ class _Sigmoid(torch.autograd.Function):
                 needs_image=needs_image,
                 needs_scale=needs_scale,
             )
-        return *grads, bias_grad.to(bias.dtype) if needs_bias else None, None, None
+            grads = (*grads, bias_grad.to(bias.dtype).view_as(bias) if needs_bias else None)
+        return *once_differentiable(grads, image, text_all, log_scale, bias, upstream), None, None
 
 
 def _signed(tile: Tile, shift: Tensor) -> Tensor:

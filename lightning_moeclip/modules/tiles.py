@@ -7,13 +7,14 @@ nearly free beside the matrix products; elsewhere one chunk of columns is one ti
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from lightning_moeclip.modules.global_batch import GlobalBatch, sum_to_owners
 
-__all__ = ["Tile", "check_chunk_size", "feature_gradients", "full_precision", "tiles"]
+__all__ = ["Tile", "check_chunk_size", "feature_gradients", "full_precision", "once_differentiable", "tiles"]
 
 # 2048 x 512 was the fastest of nine shapes at 8192 x 512 float32 (tests/benchmarks/contrastive_loss.py), 4 MiB
 _CPU_ROWS, _CPU_COLUMNS = 2048, 512
@@ -133,6 +134,35 @@ def check_chunk_size(chunk_size: int) -> None:
 def full_precision(x: Tensor) -> torch.autocast:
     """A context in which autocast leaves the operations on ``x`` in their own dtype."""
     return torch.autocast(x.device.type, enabled=False)
+
+
+def once_differentiable(grads: tuple[Tensor | None, ...], *sources: Tensor) -> list[Tensor | None]:
+    """Gradients that raise when they are differentiated in their turn, and never pass for constants.
+
+    torch's decorator of this name looks at the upstream factor alone: a penalty on the gradients would get a zero
+    gradient without a word.
+
+    Args:
+        grads: computed without a graph.
+        sources: what they depend on.
+    """
+    if not torch.is_grad_enabled():
+        return list(grads)
+    anchor = torch.zeros((), requires_grad=True)  # sources of other ranks have no graph here
+    return [g if g is None else _RaiseInBackward.apply(g, anchor, *sources) for g in grads]
+
+
+class _RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *sources: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> NoReturn:
+        raise RuntimeError(
+            "The gradients of a loss over the global batch cannot be differentiated once more: they cost a tile at a "
+            "time, not a graph. Use lightning_moeclip.kernels.reference in one process for a penalty on gradients."
+        )
 
 
 def _shape(image: Tensor, text_all: Tensor, chunk_size: int) -> tuple[int, int]:

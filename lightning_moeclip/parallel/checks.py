@@ -11,6 +11,7 @@ from lightning_moeclip.parallel.agreement import gather_objects
 from lightning_moeclip.parallel.roles import ParamRole, spreadable_layers
 
 __all__ = [
+    "check_at_least_one",
     "check_one_optimizer_each",
     "check_same_on_all_ranks",
     "check_spreadable",
@@ -43,6 +44,19 @@ def refuse_ddp_arguments(arguments: Mapping[str, object]) -> None:
     for name, value in arguments.items():
         advice = _DDP_ARGUMENTS.get(name, "no such argument: see help(MoEClipStrategy)")
         raise TypeError(f"MoEClipStrategy({name}={value!r}): gradients do not pass through torch's DDP; {advice}.")
+
+
+def check_at_least_one(expert_parallel_size: int) -> None:
+    """Refuse a number of ranks that is none.
+
+    Raises:
+        ValueError: it is below 1.
+    """
+    if expert_parallel_size < 1:
+        raise ValueError(
+            f"expert_parallel_size={expert_parallel_size} must be at least 1. The default 1 keeps all experts on "
+            "every rank."
+        )
 
 
 def check_same_on_all_ranks(lines: Sequence[str], *, what: str) -> None:

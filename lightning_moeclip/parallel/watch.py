@@ -30,7 +30,7 @@ SAVING_S = 60.0  # longest that the others wait for a failing rank that writes w
 LOST_POLLS = 4  # polls without an answer after which the store counts as gone
 _STORE_TIMEOUT = timedelta(seconds=5)
 # what a rank sees of another one's end: never the cause, so never what the user should read first
-_LOST_PEER = re.compile(r"gloo|nccl|connection|peer|socket|store", re.IGNORECASE)
+_LOST_PEER = re.compile(r"gloo|NCCL|Connection closed by peer")
 _runs = itertools.count()
 
 

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from torch.utils.data import DataLoader
 
 # the only place that names the strategy under test
-from lightning_moeclip.launch import GuardedStrategy as Strategy
+from lightning_moeclip.strategy import MoEClipStrategy as Strategy
 
 
 class UserError(Exception):
@@ -119,7 +119,8 @@ def run(step: str, out: str) -> None:
     elif step in ("spawn", "fork"):
         _, model, _ = fit(out, start=step)
         say(f"fitted {model.layer.weight.abs().sum().item():.6f}")
-        refused(Exception, out=out, start=step, late=True)
+    elif step == "fork_late":
+        refused(Exception, out=out, start="fork", late=True)
     else:
         act, bad = step.split(":")
         act = {
@@ -128,6 +129,7 @@ def run(step: str, out: str) -> None:
             "stay": fail_and_stay,
             "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
             "int": lambda: os.kill(os.getpid(), signal.SIGINT),
+            "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
             "wait": lambda: time.sleep(60),
         }[act]
         callbacks = [OnExceptionCheckpoint(out)] if step.startswith("checkpoint") else []

@@ -1,8 +1,11 @@
 """Experts spread over ranks: every output and gradient is that of one process that holds all tokens."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_moeclip.kernels.reference import load_balance_loss
 from torch import Tensor
 
 from lightning_moeclip.modules import MoE, auxiliary_loss
@@ -25,58 +28,56 @@ def batch(world_size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(2, sum(ROWS[world_size]), DIM, dtype=torch.float64).unbind()
 
 
-def one_process(moe: MoE, world_size: int, *, balance: float = 0.0) -> dict[str, Tensor]:
-    """Output and gradients of L = (1/W) sum over all tokens of <y, cotangent>, plus the auxiliary loss."""
+def local_loss(moe: MoE, x: Tensor, cotangent: Tensor, captions: list[int]) -> tuple[Tensor, Tensor]:
+    """<y, cotangent> of the image tower, and of a text tower that sends some of the rows through the same layer."""
+    y = moe(x, tower="image")
+    text = moe(x[captions], tower="text")
+    return y, (y * cotangent).sum() + (text * cotangent[captions]).sum() * 0.5
+
+
+def captions_of(rank: int) -> list[int]:
+    """Rows of a rank that its text tower takes: fewer than those of the image tower, none on rank 1."""
+    return [] if rank == 1 else [0, 2]
+
+
+def one_process(moe: MoE, world_size: int, *, balance: float) -> dict[str, Tensor]:
+    """Output and gradients of L = (1/W) sum over ranks of their loss, plus the auxiliary loss of all tokens."""
     x, cotangent = batch(world_size)
     x.requires_grad_()
-    y = moe(x)
-    loss = (y * cotangent).sum() / world_size
-    if balance:
-        from lightning_moeclip.kernels.reference import load_balance_loss
-
-        loss = loss + balance * load_balance_loss(x @ moe.router.weight.T, moe.top_k)
-    loss.backward()
+    first = [sum(ROWS[world_size][:rank]) for rank in range(world_size)]
+    captions = [at + row for rank, at in enumerate(first) for row in captions_of(rank) if ROWS[world_size][rank]]
+    y, loss = local_loss(moe, x, cotangent, captions)
+    towers = [load_balance_loss(part @ moe.router.weight.T, moe.top_k) for part in (x, x[captions])]
+    (loss / world_size + balance * (towers[0] + towers[1]) / 2).backward()
     assert x.grad is not None
     return {"y": y.detach(), "x": x.grad, **{n: p.grad for n, p in moe.named_parameters() if p.grad is not None}}
 
 
-def spread(moe: MoE, rank: Rank, ep: int, *, balance: float = 0.0) -> dict[str, Tensor]:
+def spread(moe: MoE, rank: Rank, ep: int, *, balance: float) -> dict[str, Tensor]:
     """The same from many ranks, by the rule of gradients: (1/W) * sum over the replicas, whole experts put together."""
     world = rank.world_size
     mesh = Mesh.build(ep)
-    x_all, cotangent_all = batch(world)
-    x = x_all.split(ROWS[world])[rank.index].requires_grad_()
+    x, cotangent = (part.split(ROWS[world])[rank.index].contiguous() for part in batch(world))
+    x.requires_grad_()
     if mesh.experts is not None:
         moe.shard_experts(mesh.experts)
-        with mesh.experts.opened():
-            y = moe(x)
-            loss = (y * cotangent_all.split(ROWS[world])[rank.index]).sum()
-            if balance:
-                loss = loss + auxiliary_loss(moe, balance=balance)
-            loss.backward()
-    else:
-        y = moe(x)
-        loss = (y * cotangent_all.split(ROWS[world])[rank.index]).sum()
-        if balance:
-            loss = loss + auxiliary_loss(moe, balance=balance)
-        loss.backward()
+    with mesh.experts.opened() if mesh.experts is not None else nullcontext():
+        y, loss = local_loss(moe, x, cotangent, captions_of(rank.index) if len(x) else [])
+        (loss + auxiliary_loss(moe, balance=balance)).backward()
+    assert x.grad is not None
     found = {"y": gather_rows(y.detach(), world), "x": gather_rows(x.grad, world) / world}
     share = EXPERTS // ep
     for name, parameter in moe.named_parameters():
         assert parameter.grad is not None, name
         whole = torch.zeros(EXPERTS, *parameter.shape[1:], dtype=torch.float64)
-        if name in moe.expert_parameters():
-            first = (rank.index % ep) * share
-            whole[first : first + share] = parameter.grad
-        else:
-            whole += parameter.grad
+        first = (rank.index % ep) * share if name in moe.expert_parameters() else 0
+        whole[first : first + len(parameter)] = parameter.grad
         dist.all_reduce(whole)
         found[name] = whole / world
     return found
 
 
-def gather_rows(mine: Tensor | None, world_size: int) -> Tensor:
-    assert mine is not None
+def gather_rows(mine: Tensor, world_size: int) -> Tensor:
     parts = [torch.empty(0) for _ in range(world_size)]
     dist.all_gather_object(parts, mine)
     return torch.cat(parts)
@@ -90,15 +91,9 @@ def assert_equal(found: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
         assert error < 1e-10, f"{name}: {error}"
 
 
-def compare(rank: Rank, ep: int, options: dict[str, object], balance: float, all_to_expert_0: bool) -> None:
-    reference, moe = build(**options), build(**options)
-    if all_to_expert_0:
-        for layer in (reference, moe):
-            with torch.no_grad():
-                layer.router.weight.zero_()
-    truth = one_process(reference, rank.world_size, balance=balance)
-    found = spread(moe, rank, ep, balance=balance)
-    assert_equal(found, truth)
+def compare(rank: Rank, ep: int, options: dict[str, object]) -> None:
+    truth = one_process(build(**options), rank.world_size, balance=0.3)
+    assert_equal(spread(build(**options), rank, ep, balance=0.3), truth)
 
 
 CASES = [
@@ -110,23 +105,25 @@ CASES = [
 
 @pytest.mark.parametrize("options", CASES)
 @on_ranks(2)
-def test_gradients_of_experts_on_2_ranks_equal_one_process(rank: Rank, options: dict[str, object]) -> None:
+def test_a_layer_that_two_towers_share_has_on_2_ranks_the_gradients_of_one_process(
+    rank: Rank, options: dict[str, object]
+) -> None:
     for ep in (1, 2):
-        compare(rank, ep, options, 0.3, False)
+        compare(rank, ep, options)
 
 
 @pytest.mark.parametrize("options", CASES)
 @on_ranks(4)
-def test_gradients_of_experts_on_4_ranks_equal_one_process_also_with_an_empty_rank(
+def test_a_layer_that_two_towers_share_has_on_4_ranks_one_of_them_empty_the_gradients_of_one_process(
     rank: Rank, options: dict[str, object]
 ) -> None:
     for ep in (1, 2, 4):
-        compare(rank, ep, options, 0.3, False)
+        compare(rank, ep, options)
 
 
 @on_ranks(2)
 def test_all_tokens_on_the_first_experts_leave_the_others_with_exact_zero_gradients(rank: Rank) -> None:
-    """Equal logits go to experts of rank 0 or rank 1 alone: no hang, and no gradient that is None."""
+    """No hang, and no gradient that is None, on the rank whose experts nobody asked either."""
     moe = build(top_k=1)
     with torch.no_grad():
         moe.router.weight.zero_()

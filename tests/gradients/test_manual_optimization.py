@@ -1,0 +1,299 @@
+"""Scripts of manual optimization, under the strategy on two ranks and in plain torch on one process."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_moeclip import MoEClipPrecision, MoEClipStrategy
+from lightning_moeclip.binding import LightningModule
+from lightning_moeclip.testing import Rank, on_ranks
+from tests.gradients.one_process import TOLERANCE, gradients, share_of, trainer, worst_error
+from tests.gradients.tiny_experts import TinyExperts
+
+DIM = 4
+BATCHES = torch.randn(3, 8, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+class Net(LightningModule):
+    """A generator (dense) and a critic (with spread experts), trained by a script."""
+
+    def __init__(self, script: Callable[["Net", Any, Tensor], None] = lambda *_: None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(1)
+        self.script = script
+        self.generator = nn.Linear(DIM, DIM).double()
+        self.critic = nn.Sequential(nn.Linear(DIM, DIM).double(), TinyExperts(DIM, 4), nn.Linear(DIM, 1).double())
+        self.seen: list[dict[str, Tensor | None]] = []
+
+    def losses(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        fake = self.generator(x).tanh()
+        return (self.critic(fake) - 1).pow(2).mean(), self.critic(x).pow(2).mean() + self.critic(fake).mean()
+
+    def note(self) -> None:
+        self.seen.append(gradients(self))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.script(self, Engine(self), batch)
+
+    def configure_optimizers(self) -> Any:
+        both = [torch.optim.AdamW(self.generator.parameters(), lr=1e-2)]
+        return [*both, torch.optim.SGD(self.critic.parameters(), lr=1e-2, momentum=0.9)]
+
+
+class Engine:
+    """What a script calls, under the strategy."""
+
+    def __init__(self, net: Net) -> None:
+        self.net = net
+        self.backward = net.manual_backward
+        self.optimizers = net.optimizers()
+
+    def paused(self) -> Any:
+        return self.net.trainer.strategy.block_backward_sync()
+
+    def toggled(self, optimizer: Any, *, sync_grad: bool = True) -> Any:
+        return optimizer.toggle_model(sync_grad=sync_grad)
+
+    def clip(self, max_norm: float, optimizer: Any = None) -> Tensor:
+        return self.net.trainer.strategy.clip_grad_norm_(max_norm, optimizer=optimizer)
+
+    def clip_value(self, value: float, optimizer: Any) -> None:
+        self.net.clip_gradients(optimizer, value, "value")
+
+
+class Plain:
+    """The same in plain torch."""
+
+    def __init__(self, net: Net, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.net = net
+        self.optimizers = optimizers
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        loss.backward(**kwargs)
+
+    def paused(self) -> Any:
+        return nullcontext()
+
+    @contextmanager
+    def toggled(self, optimizer: Any, *, sync_grad: bool = True) -> Iterator[None]:
+        own = {id(p) for p in optimizer.param_groups[0]["params"]}
+        others = [p for p in self.net.parameters() if id(p) not in own]
+        for p in others:
+            p.requires_grad = False
+        yield
+        for p in others:
+            p.requires_grad = True
+
+    def clip(self, max_norm: float, optimizer: Any = None) -> Tensor:
+        optimizers = self.optimizers if optimizer is None else [optimizer]
+        return nn.utils.clip_grad_norm_([p for o in optimizers for p in o.param_groups[0]["params"]], max_norm)
+
+    def clip_value(self, value: float, optimizer: Any) -> None:
+        nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], value)
+
+
+def zero(engine: Any) -> None:
+    for optimizer in engine.optimizers:
+        optimizer.zero_grad()
+
+
+def step(net: Net, engine: Any) -> None:
+    net.note()
+    for optimizer in engine.optimizers:
+        optimizer.step()
+
+
+def several_synchronised_backwards(net: Net, engine: Any, x: Tensor) -> None:
+    zero(engine)
+    for k in range(3):
+        engine.backward(net.losses(x + k)[k % 2])
+        net.note()
+    step(net, engine)
+
+
+def never_zeroed(net: Net, engine: Any, x: Tensor) -> None:
+    for index in range(2):
+        engine.backward(net.losses(x)[index])
+    step(net, engine)
+
+
+def raw_and_manual(net: Net, engine: Any, x: Tensor) -> None:
+    zero(engine)
+    net.losses(x)[0].backward()
+    net.note()
+    engine.backward(net.losses(x)[1])
+    net.losses(2 * x)[0].backward()
+    step(net, engine)
+
+
+def paused_before_and_after(net: Net, engine: Any, x: Tensor) -> None:
+    zero(engine)
+    with engine.paused():
+        engine.backward(net.losses(x)[0])
+        net.losses(x)[1].backward()
+    engine.backward(net.losses(x)[1])
+    net.note()
+    with engine.paused():
+        net.losses(3 * x)[0].backward()
+    net.losses(2 * x)[1].backward()
+    net.note()
+    engine.backward(net.critic(x).mean())  # the generator has no part in it
+    step(net, engine)
+
+
+def zeroed_in_place(net: Net, engine: Any, x: Tensor) -> None:
+    for optimizer in engine.optimizers:
+        optimizer.zero_grad(set_to_none=False)
+    engine.backward(net.losses(x)[0])
+    engine.backward(net.losses(x)[1])
+    step(net, engine)
+
+
+def gradients_set_by_the_user(net: Net, engine: Any, x: Tensor) -> None:
+    zero(engine)
+    first, second = net.losses(x)
+    engine.backward(first, retain_graph=True)
+    held = [p.grad.clone() for p in net.parameters()]
+    zero(engine)
+    engine.backward(second)
+    for p, g in zip(net.parameters(), held, strict=True):  # as gradient surgery does
+        p.grad = g if p.grad is None else 0.5 * (p.grad + g)
+    net.note()
+    engine.backward(net.losses(2 * x)[0])
+    with engine.paused():
+        engine.backward(net.losses(x)[0])
+    for p in net.parameters():
+        p.grad = p.grad.clone()
+    engine.backward(net.losses(x)[1])
+    step(net, engine)
+
+
+def adversarial_input(net: Net, engine: Any, x: Tensor) -> None:
+    zero(engine)
+    engine.backward(net.losses(x)[0])
+    leaf = x.clone().requires_grad_()
+    engine.backward(leaf.pow(2).mean())  # reaches no parameter at all
+    step(net, engine)
+
+
+def gan(net: Net, engine: Any, x: Tensor) -> None:
+    generator, critic = engine.optimizers
+    for index, optimizer in enumerate((generator, critic)):
+        with engine.toggled(optimizer):
+            engine.backward(net.losses(x)[index])
+            net.note()
+            optimizer.step()
+            if index == 1:
+                zero(engine)
+
+
+def accumulating_gan(net: Net, engine: Any, x: Tensor) -> None:
+    zero(engine)
+    generator, critic = engine.optimizers
+    for index, optimizer in enumerate((critic, generator)):
+        with engine.toggled(optimizer, sync_grad=False):
+            engine.backward(net.losses(x)[index])
+        with engine.toggled(optimizer):
+            net.losses(2 * x)[index].backward()
+            net.note()
+            optimizer.step()
+
+
+def clipped(net: Net, engine: Any, x: Tensor) -> None:
+    zero(engine)
+    engine.backward(sum(net.losses(x)))
+    net.seen.append({"norm": engine.clip(0.05)})
+    net.note()
+    net.seen.append({"norm": engine.clip(0.02, engine.optimizers[1])})
+    engine.clip_value(0.001, engine.optimizers[0])
+    step(net, engine)
+
+
+def gradient_penalty(net: Net, engine: Any, x: Tensor) -> None:
+    zero(engine)
+    leaf = x.clone().requires_grad_()
+    slope = torch.autograd.grad(net.generator(leaf).tanh().sum(), leaf, create_graph=True)[0]
+    engine.backward(net.losses(x)[0] + slope.pow(2).mean(), create_graph=True)
+    net.note()
+    assert all(p.grad is None or not p.grad.requires_grad or isinstance(engine, Plain) for p in net.parameters())
+    for p in net.parameters():
+        p.grad = None if p.grad is None else p.grad.detach()
+    engine.backward(net.losses(x)[1], create_graph=False)
+    step(net, engine)
+
+
+SCRIPTS = [
+    several_synchronised_backwards,
+    never_zeroed,
+    raw_and_manual,
+    paused_before_and_after,
+    zeroed_in_place,
+    gradients_set_by_the_user,
+    adversarial_input,
+    gan,
+    accumulating_gan,
+    clipped,
+    gradient_penalty,
+]
+
+
+def in_plain_torch(script: Callable[..., None]) -> Net:
+    net = Net()
+    engine = Plain(net, net.configure_optimizers())
+    for batch in BATCHES:
+        script(net, engine, batch)
+    return net
+
+
+def own(values: dict[str, Tensor | None], rank: Rank, size: int) -> dict[str, Tensor | None]:
+    """Of what one process has, what a rank of two holds."""
+    place = rank.index % size
+    return {n: v.chunk(size)[place] if v is not None and n == "critic.1.weight" else v for n, v in values.items()}
+
+
+def check_script(script: Callable[..., None], rank: Rank, size: int) -> None:
+    net = Net(script)
+    loader = share_of(BATCHES, rank)
+    trainer(strategy=MoEClipStrategy(expert_parallel_size=size, bucket_size_mb=2e-4)).fit(net, loader)
+    true = in_plain_torch(script)
+    assert len(net.seen) == len(true.seen) > 0
+    for k, (got, want) in enumerate(zip(net.seen, true.seen, strict=True)):
+        assert worst_error(got, own(want, rank, size)) < TOLERANCE, f"{script.__name__}, note {k}, ep {size}"
+    got, want = ({n: p.data for n, p in m.named_parameters()} for m in (net, true))
+    assert worst_error(got, want) < TOLERANCE, f"{script.__name__}: parameters, ep {size}"
+
+
+@on_ranks(2)
+def test_manual_optimization_equals_one_process(rank: Rank) -> None:
+    for script in SCRIPTS:
+        for size in (1, 2):
+            check_script(script, rank, size)
+
+
+@on_ranks(2)
+def test_clipping_before_the_step_sees_unscaled_gradients(rank: Rank) -> None:
+    norms = []
+
+    def script(net: Net, engine: Any, x: Tensor) -> None:
+        zero(engine)
+        engine.backward(sum(net.losses(x)))
+        norms.append(float(engine.clip(0.05)))
+        engine.clip_value(0.01, engine.optimizers[0])
+        step(net, engine)
+
+    net = Net(script).float()
+    precision = MoEClipPrecision("16-mixed", device="cpu")
+    precision.scaler._init_scale = 256.0  # half precision holds every gradient then
+    trainer(plugins=[precision]).fit(net, share_of(BATCHES.float(), rank))
+    true = Net().float()
+    engine = Plain(true, true.configure_optimizers())
+    zero(engine)
+    with torch.autocast("cpu", dtype=torch.float16):
+        sum(true.losses(BATCHES[0].float())).backward()
+    # ten bits of mantissa in every product
+    assert abs(norms[0] / float(engine.clip(0.05)) - 1) < 1e-2
+    assert len(norms) == 3

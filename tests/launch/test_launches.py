@@ -1,0 +1,209 @@
+"""Whole launches, as users start them: how a run ends when one rank does not go on."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+JOB = Path(__file__).parent / "job.py"
+ROOT = JOB.parent.parent.parent
+END_S = 10.0  # from the failure to the end of every process
+DEADLINE_S = 120.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+@dataclass
+class Ended:
+    """How a launch ended: exit codes of the started processes, what all ranks wrote, seconds since the failure."""
+
+    codes: list[int]
+    text: str
+    after_s: float
+
+
+class Launch:
+    """Processes started by a test, their output, and the ranks among them."""
+
+    def __init__(self, folder: Path, *plan: str, torchrun: bool = False, slurm: bool = False) -> None:
+        self.log = folder / "log.txt"
+        command = [sys.executable]
+        if torchrun:
+            command += ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+        command += [str(JOB), str(folder), *plan]
+        taken = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_", "TORCHELASTIC_")
+        env = {name: value for name, value in os.environ.items() if not name.startswith(taken)}
+        env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        environments = [env]
+        if slurm:
+            # what srun sets for two tasks on one node
+            job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
+            job |= {"SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+            environments = [env | job | rank for rank in ranks]
+        with self.log.open("w") as log:
+            self.processes = [
+                subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=folder, start_new_session=True)
+                for env in environments
+            ]
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    @property
+    def pids(self) -> list[int]:
+        return [p.pid for p in self.processes] + [int(pid) for pid in re.findall(r"\] pid (\d+)", self.text)]
+
+    @property
+    def failed_at(self) -> float | None:
+        found = re.search(r"\] NOW ([\d.]+)", self.text)
+        return float(found[1]) if found else None
+
+    def wait_for_failure(self) -> None:
+        deadline = time.time() + DEADLINE_S
+        while self.failed_at is None:
+            assert time.time() < deadline, self.text
+            assert self.processes[0].poll() is None, self.text
+            time.sleep(0.1)
+
+    def end(self) -> Ended:
+        deadline = time.time() + DEADLINE_S
+        while any(is_running(pid) for pid in self.pids):
+            for process in self.processes:
+                process.poll()
+            assert time.time() < deadline, f"still running: {[p for p in self.pids if is_running(p)]}\n{self.text}"
+            time.sleep(0.1)
+        codes = [process.wait() for process in self.processes]
+        return Ended(codes, self.text, time.time() - (self.failed_at or time.time()))
+
+    def clean(self) -> None:
+        for pid in self.pids:
+            if is_running(pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def launches() -> Iterator[list[Launch]]:
+    started: list[Launch] = []
+    yield started
+    for launch in started:
+        launch.clean()
+
+
+def assert_users_error_ended_it(ended: Ended, bad: int, other: int) -> None:
+    assert ended.after_s < END_S, ended.text
+    assert all(ended.codes), ended.text
+    assert "not reached" not in ended.text
+    assert f"[rank {other}] rank {bad} failed with UserError: my own bug" in ended.text, ended.text
+    assert re.search(rf"^(\[rank{bad}\]: )?UserError: my own bug$", ended.text, re.MULTILINE), ended.text
+    assert "raise UserError" in ended.text
+
+
+def assert_both_ended_quietly(ended: Ended) -> None:
+    assert ended.after_s < END_S, ended.text
+    assert ended.codes == [0], ended.text
+    assert "not reached" not in ended.text
+    assert "Traceback" not in ended.text
+    assert "failed with" not in ended.text
+
+
+def test_case_31_exception_on_rank_1_ends_both_with_the_users_error(tmp_path: Path, launches: list[Launch]) -> None:
+    launches.append(Launch(tmp_path, "fit", "counts", "val_counts", "checkpoint:1"))
+    ended = launches[0].end()
+    assert_users_error_ended_it(ended, bad=1, other=0)
+    # nothing is gathered for OnExceptionCheckpoint: each rank writes what it holds
+    assert (tmp_path / "on_exception.ckpt.rank1").exists()
+    assert not (tmp_path / "on_exception.ckpt").exists()
+    assert "rank 1 wrote what it holds to" in ended.text
+    # before that, in the same launch: fit, test, fit agree over ranks, and unequal loaders are refused on both
+    fitted = re.findall(r"\[(\d)\] fitted ([\d.]+)", ended.text)
+    assert sorted(rank for rank, _ in fitted) == ["0", "1"]
+    assert len({weight for _, weight in fitted}) == 1
+    training = r"refused RuntimeError: .* numbers of training batches \(rank 0: 6, rank 1: 5\).*limit_train_batches"
+    assert len(re.findall(training, ended.text)) == 2, ended.text
+    validation = r"refused RuntimeError: .* numbers of validation batches \(rank 0: 1, rank 1: 2\).*limit_val_batches"
+    assert len(re.findall(validation, ended.text)) == 2, ended.text
+
+
+def test_case_31_under_torchrun(tmp_path: Path, launches: list[Launch]) -> None:
+    launches.append(Launch(tmp_path, "checkpoint:1", torchrun=True))
+    assert_users_error_ended_it(launches[0].end(), bad=1, other=0)
+    assert (tmp_path / "on_exception.ckpt.rank1").exists()
+
+
+def test_rank_that_fails_but_stays_does_not_hold_the_others_in_a_collective(
+    tmp_path: Path, launches: list[Launch]
+) -> None:
+    launches.append(Launch(tmp_path, "stay:0"))
+    ended = launches[0].end()
+    assert_users_error_ended_it(ended, bad=0, other=1)
+    assert "[rank 1] ended because rank 0 failed with UserError: my own bug" in ended.text
+
+
+def test_case_32_sigterm_to_rank_1_alone_ends_both_cleanly(tmp_path: Path, launches: list[Launch]) -> None:
+    launches.append(Launch(tmp_path, "term:1"))
+    assert_both_ended_quietly(launches[0].end())
+
+
+def test_case_32_sigterm_to_rank_0_alone_under_torchrun(tmp_path: Path, launches: list[Launch]) -> None:
+    launches.append(Launch(tmp_path, "term:0", torchrun=True))
+    assert_both_ended_quietly(launches[0].end())
+
+
+def test_slurm_tasks_fit_and_end_together(tmp_path: Path, launches: list[Launch]) -> None:
+    launches.append(Launch(tmp_path, "fit", "fail:1", slurm=True))
+    ended = launches[0].end()
+    assert_users_error_ended_it(ended, bad=1, other=0)
+    assert len(set(re.findall(r"fitted ([\d.]+)", ended.text))) == 1
+
+
+def test_spawn_fits(tmp_path: Path, launches: list[Launch]) -> None:
+    launches.append(Launch(tmp_path, "spawn"))
+    ended = launches[0].end()
+    assert ended.codes == [0], ended.text
+    assert "fitted" in ended.text
+
+
+def test_fork_fits_and_refuses_parameters_of_configure_model(tmp_path: Path, launches: list[Launch]) -> None:
+    launches.append(Launch(tmp_path, "fork", "fork_late"))
+    ended = launches[0].end()
+    assert ended.codes == [0], ended.text
+    assert "fitted" in ended.text
+    told = r"ValueError: The parameter 'head.weight' \(2 in all\) was made in configure_model .*'fork'.*__init__"
+    assert re.search(told, ended.text), ended.text
+
+
+def test_ctrl_c_ends_all_ranks_with_stock_exit_code(tmp_path: Path, launches: list[Launch]) -> None:
+    launch = Launch(tmp_path, "wait:1")
+    launches.append(launch)
+    launch.wait_for_failure()
+    pressed = time.time()
+    # a terminal sends it to the whole foreground group
+    os.killpg(launch.processes[0].pid, signal.SIGINT)
+    ended = launch.end()
+    assert time.time() - pressed < END_S, ended.text
+    assert ended.codes == [1], ended.text
+    assert "not reached" not in ended.text

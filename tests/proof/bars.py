@@ -1,0 +1,65 @@
+"""The list of bars. A bar names the command that measures it and the number of its row that must hold."""
+
+import operator
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["BARS", "Bar"]
+
+Comparison = Literal["<=", "<", ">="]
+_OPERATORS = {"<=": operator.le, "<": operator.lt, ">=": operator.ge}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One number that a measurement has to reach.
+
+    Attributes:
+        name: what is promised.
+        command: arguments of Python that write the row; bars with the same command share one run.
+        csv: file under tests/benchmarks/results.
+        row: how the row's ``name`` begins; the last such row counts.
+        column: where the number is.
+        comparison: between the number and the bound.
+        bound: the promise.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    csv: str
+    row: str
+    column: str
+    comparison: Comparison
+    bound: float
+
+    def holds(self, value: float) -> bool:
+        """Whether ``value`` keeps the promise; NaN does not."""
+        return bool(_OPERATORS[self.comparison](value, self.bound))
+
+
+def _measured(module: str, name: str, row: str, comparison: Comparison, bound: float, *arguments: str) -> Bar:
+    command = ("-m", f"tests.{module}", *arguments)
+    return Bar(name, command, f"{module.rpartition('.')[2]}.csv", row, "median_ratio", comparison, bound)
+
+
+STEP, MEMORY, LOSS, MOE = (
+    f"benchmarks.{name}" for name in ("step_time", "gradient_memory", "contrastive_loss", "moe_layer")
+)
+RECALL = "proof.example_recall"
+
+BARS = [
+    _measured(STEP, "step time, ours / stock DDP", "step: ours / stock DDP(find_unused)", "<=", 1.03),
+    _measured(STEP, "cost of synchronisation, naive / ours", "sync: (naive - no sync) / (ours - no sync)", ">=", 2.8),
+    _measured(STEP, "that cost stands out of its spread", "sync: (ours - no sync) / its spread", ">=", 3.0),
+    _measured(MEMORY, "gradients and buckets / gradients", "memory: gradients and buckets after backward", "<=", 1.05),
+    _measured(LOSS, "loss memory, ours / dense", "peak extra memory of ours / dense shared", "<=", 1 / 6),
+    _measured(LOSS, "loss time, ours / dense", "time of ours / dense shared", "<=", 1.1),
+    _measured(LOSS, "loss time, ours / dense of two products", "time of ours / dense twice", "<=", 1.1),
+    _measured(MOE, "MoE time, ours / best by hand", "ours/best_by_hand", "<=", 1.05),
+    _measured(MOE, "MoE time, ours / Mixtral block", "ours/mixtral_equal_flops", "<=", 0.85),
+    _measured(RECALL, "held-out recall at 1", "recall at 1", ">=", 0.80),
+    _measured(RECALL, "training time in seconds", "seconds", "<", 300.0),
+    _measured(RECALL, "mean of three seeds to one process, points", "difference of means", "<=", 3.0),
+    _measured(RECALL, "each of three seeds to one process, points", "largest difference", "<=", 6.0),
+    _measured(RECALL, "stopped halfway and resumed to one process, points", "difference of resumed", "<=", 6.0),
+]
