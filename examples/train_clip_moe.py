@@ -14,15 +14,13 @@ import time
 import warnings
 from pathlib import Path
 
-import lightning.pytorch as pl
 import torch
 from emoji_clip.data import EmojiData
 from emoji_clip.model import NUM_EXPERTS
 from emoji_clip.training import EmojiTask
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
-from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_moeclip import MoEClipStrategy
+from lightning_moeclip.binding import pl  # lightning.pytorch or pytorch_lightning, whichever is installed
 
 # the batches are made from memory in well under a millisecond per pair: workers would only cost a process each
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")
@@ -61,8 +59,11 @@ def make_trainer(args: argparse.Namespace, total_steps: int) -> pl.Trainer:
         num_sanity_val_steps=0,
         check_val_every_n_epoch=2,
         log_every_n_steps=10,
-        logger=TensorBoardLogger(args.logdir, name=None),
-        callbacks=[TQDMProgressBar(), ModelCheckpoint(filename="{step}", save_on_train_epoch_end=True)],
+        logger=pl.loggers.TensorBoardLogger(args.logdir, name=None),
+        callbacks=[
+            pl.callbacks.TQDMProgressBar(),
+            pl.callbacks.ModelCheckpoint(filename="{step}", save_on_train_epoch_end=True),
+        ],
     )
 
 
@@ -71,20 +72,20 @@ def main() -> None:
     args = parse()
     pl.seed_everything(args.seed, verbose=False)
     data = EmojiData(seed=args.seed)
-    task = EmojiTask(
-        len(data.tokenizer), data.tokenizer.max_words, len(data.held_out.captions), args.epochs * data.steps_per_epoch
-    )
-    trainer = make_trainer(args, args.epochs * data.steps_per_epoch)
+    num_pairs = len(data.held_out.captions)
+    total_steps = args.epochs * data.steps_per_epoch
+    task = EmojiTask(len(data.tokenizer), data.tokenizer.max_words, num_pairs, total_steps)
+    trainer = make_trainer(args, total_steps)
     trainer.fit(task, data, ckpt_path=args.ckpt)
-    train_loss = trainer.callback_metrics["loss"].item()
+    train_loss = trainer.callback_metrics.get("loss")  # None: the checkpoint was of a run that had ended
     recall = trainer.validate(task, data, verbose=False)[0]
     if trainer.is_global_zero:
         result = {
             **{name: round(recall[name], 4) for name in ("recall_at_1", "recall_at_5")},
-            "num_pairs": len(data.held_out.captions),
-            "train_loss": round(train_loss, 4),
+            "num_pairs": num_pairs,
+            "train_loss": None if train_loss is None else round(train_loss.item(), 4),
             "seconds": round(time.monotonic() - start, 1),
-            "ckpt": trainer.checkpoint_callback.best_model_path,
+            "ckpt": trainer.checkpoint_callback.best_model_path or str(args.ckpt),
         }
         print(json.dumps(result), flush=True)
 

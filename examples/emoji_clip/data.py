@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lightning_moeclip.binding import pl
 
 FILE = Path(__file__).parent.parent / "data" / "emoji_32x32.pt.gz"
 MAX_SHIFT = 2  # pixels a training picture moves by in x and y

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
@@ -12,6 +11,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from emoji_clip.data import Batch
 from emoji_clip.model import EmojiCLIP
+from lightning_moeclip.binding import pl
 from lightning_moeclip.modules import ContrastiveLoss, MoE, auxiliary_loss
 
 
@@ -83,31 +83,32 @@ class EmojiTask(pl.LightningModule):
         self.train_loss = MeanMetric()
         self.recall = Recall(num_pairs)
         self.expert_load = nn.ModuleDict(
-            {path.replace(".", "_"): ExpertLoad(layer.num_experts) for path, layer in self.moe_layers()}
+            {name: ExpertLoad(layer.num_experts) for name, layer in self.moe_layers().items()}
         )
 
-    def moe_layers(self) -> list[tuple[str, MoE]]:
-        return [
-            (path.replace(".transformer", "").replace(".mlp", ""), layer)
+    def moe_layers(self) -> dict[str, MoE]:
+        """The MoE layers by tower and block: ``visual_block_1``, …"""
+        return {
+            path.replace(".transformer.blocks.", "_block_").removesuffix(".mlp"): layer
             for path, layer in self.model.named_modules()
             if isinstance(layer, MoE)
-        ]
+        }
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         contrastive = self.loss(*self.model(batch.images, batch.tokens))
         self.train_loss.update(contrastive.detach())
-        for path, layer in self.moe_layers():
-            self.expert_load[path.replace(".", "_")].update(layer.tokens_per_expert)
+        for name, layer in self.moe_layers().items():
+            self.expert_load[name].update(layer.tokens_per_expert)
         self.log("logit_scale", self.loss.logit_scale.exp(), prog_bar=True)
         return contrastive + auxiliary_loss(self.model, balance=self.hparams["balance"])
 
     def on_train_epoch_end(self) -> None:
         # logged as numbers: a metric with prog_bar=True is computed, which is a collective, when rank 0's bar likes to
         self.log("loss", self.train_loss.compute(), prog_bar=True, sync_dist=True)
-        for path, load in self.expert_load.items():
+        for name, load in self.expert_load.items():
             share = load.compute()
-            self.log_dict({f"expert_load/{path}/{i}": value for i, value in enumerate(share)}, sync_dist=True)
-            self.log(f"expert_load_variation/{path}", share.std(correction=0) / share.mean(), sync_dist=True)
+            self.log_dict({f"expert_load/{name}/{i}": value for i, value in enumerate(share)}, sync_dist=True)
+            self.log(f"expert_load_variation/{name}", share.std(correction=0) / share.mean(), sync_dist=True)
             load.reset()
         self.train_loss.reset()
 
