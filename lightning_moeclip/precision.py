@@ -114,6 +114,17 @@ class MoEClipPrecision(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         return self._inner.convert_module(module)
 
+    def convert_parameter(self, parameter: Tensor) -> None:
+        """Give a parameter that no module holds the dtype of those that one does, in place.
+
+        A 0-d one, such as a temperature, keeps its dtype in half precision.
+        """
+        if parameter.ndim == 0 and isinstance(self._inner, HalfPrecision):
+            return
+        holder = nn.Module()
+        holder.value = nn.Parameter(parameter.data, requires_grad=False)
+        parameter.data = self._inner.convert_module(holder).value.data
+
     @override
     def convert_input(self, data: Any) -> Any:
         return self._inner.convert_input(data)

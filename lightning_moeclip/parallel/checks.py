@@ -8,10 +8,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_moeclip.parallel.agreement import gather_objects
+from lightning_moeclip.parallel.mesh import ExpertAxis
 from lightning_moeclip.parallel.roles import ParamRole, spreadable_layers
 
 __all__ = [
     "check_at_least_one",
+    "check_no_foreign_slices",
     "check_one_optimizer_each",
     "check_same_on_all_ranks",
     "check_spreadable",
@@ -74,7 +76,7 @@ def check_same_on_all_ranks(lines: Sequence[str], *, what: str) -> None:
         index = next(i for i, (a, b) in enumerate(zip(*padded, strict=True)) if a != b)
         raise RuntimeError(
             f"{what} differs between ranks, first at entry {index}: rank 0 has {padded[0][index]!r}, "
-            f"rank {rank} has {padded[1][index]!r}. Every rank must build the same model, in the same order."
+            f"rank {rank} has {padded[1][index]!r}. Every rank must build the same model and optimizers, in the same order."
         )
 
 
@@ -134,6 +136,25 @@ def check_spreadable(module: nn.Module, expert_parallel_size: int) -> None:
                     f"{path}.{name} has a gradient from before fit, of experts that other ranks will hold. "
                     "Write module.zero_grad() before trainer.fit(module)."
                 )
+
+
+def check_no_foreign_slices(module: nn.Module, axis: ExpertAxis | None) -> None:
+    """Refuse experts that the strategy of an earlier run has left as slices.
+
+    Args:
+        module: the user's module.
+        axis: ranks that share out experts in this run.
+
+    Raises:
+        RuntimeError: a layer is spread over other ranks.
+    """
+    for path, layer in spreadable_layers(module):
+        if layer.expert_axis is not None and layer.expert_axis is not axis:
+            raise RuntimeError(
+                f"{path} holds {layer.num_experts // layer.expert_axis.size} of its {layer.num_experts} experts: a run "
+                "under another strategy object failed or was interrupted before it could gather them. Go on with that "
+                "strategy object (Trainer(strategy=the_same)), or make a new module from a checkpoint."
+            )
 
 
 def warn_of_batch_norm(module: nn.Module) -> None:
