@@ -153,7 +153,7 @@ def check_no_foreign_slices(module: nn.Module, axis: ExpertAxis | None) -> None:
             raise RuntimeError(
                 f"{path} holds {layer.num_experts // layer.expert_axis.size} of its {layer.num_experts} experts: a run "
                 "under another strategy object failed or was interrupted before it could gather them. Go on with that "
-                "strategy object (Trainer(strategy=the_same)), or make a new module from a checkpoint."
+                "Trainer (trainer.fit(module) again), or make the module anew, from a checkpoint."
             )
 
 
