@@ -144,7 +144,7 @@ class MoEClipStrategy(GuardedStrategy):
     def precision_plugin(self) -> MoEClipPrecision:
         """The plugin of the run, always a ``MoEClipPrecision``."""
         if self._precision_plugin is None:
-            self._precision_plugin = MoEClipPrecision()
+            self._precision_plugin = MoEClipPrecision("32-true")
         return self._precision_plugin
 
     @precision_plugin.setter
