@@ -47,7 +47,6 @@ GradClipAlgorithmType = _pytorch("utilities").GradClipAlgorithmType
 LightningOptimizer = _pytorch("core.optimizer").LightningOptimizer
 SubprocessScriptLauncher = _pytorch("strategies.launchers.subprocess_script")._SubprocessScriptLauncher
 MultiProcessingLauncher = _pytorch("strategies.launchers.multiprocessing")._MultiProcessingLauncher
-rank_zero_warn = import_module(f"{FABRIC_ROOT}.utilities.rank_zero").rank_zero_warn
 
 __all__ = [
     "FABRIC_ROOT",
@@ -69,5 +68,4 @@ __all__ = [
     "call",
     "fabric",
     "pl",
-    "rank_zero_warn",
 ]

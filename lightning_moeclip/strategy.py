@@ -20,7 +20,6 @@ from lightning_moeclip.binding import (
     Precision,
     TrainerFn,
     TrainerStatus,
-    rank_zero_warn,
 )
 from lightning_moeclip.gradients.collectives import broadcast_from_first
 from lightning_moeclip.gradients.corridor import CorridorSettings, GradientCorridor, optimizer_only_parameters
@@ -271,7 +270,7 @@ class MoEClipStrategy(GuardedStrategy):
             self.precision_plugin.convert_parameter(parameter)
             parameter.data = parameter.data.to(self.root_device)
         broadcast_from_first(outside.values(), self.mesh.gradient_groups["dp"])
-        rank_zero_warn(
+        checks.warn_on_first_rank(
             f"{len(outside)} parameter(s) are in an optimizer and not in the LightningModule ({', '.join(outside)}). "
             "They are reduced over ranks and saved for ckpt_path=..., but load_from_checkpoint will not see them: "
             "make them attributes of the module."

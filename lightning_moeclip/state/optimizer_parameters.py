@@ -3,12 +3,13 @@
 They go by their place in the optimizers, which every rank and every later run must lay out alike.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lightning_moeclip.parallel.checks import warn_on_first_rank
 
 __all__ = ["load_parameters", "placement"]
 
@@ -37,10 +38,9 @@ def load_parameters(saved: Mapping[str, Tensor] | None, own: Mapping[str, nn.Par
     """
     if saved is None:
         if own:
-            warnings.warn(
+            warn_on_first_rank(
                 f"The checkpoint holds no values of {', '.join(own)}, which are in an optimizer and not in the "
-                "LightningModule: they start as configure_optimizers made them. Make them attributes of the module.",
-                stacklevel=2,
+                "LightningModule: they start as configure_optimizers made them. Make them attributes of the module."
             )
         return
     shapes = [{name: list(value.shape) for name, value in values.items()} for values in (saved, own)]

@@ -47,9 +47,7 @@ class Ended:
 class Launch:
     """Processes started by a test, their output, and the ranks among them."""
 
-    def __init__(
-        self, folder: Path, *plan: str, job: Path = JOB, torchrun: bool = False, slurm: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, *plan: str, job: Path = JOB, torchrun: bool = False, slurm: bool = False) -> None:
         self.log = folder / "log.txt"
         command = [sys.executable]
         if torchrun:
@@ -61,7 +59,12 @@ class Launch:
         environments = [env]
         if slurm:
             # what srun sets for two tasks on one node
-            tasks = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
+            tasks = {
+                "SLURM_JOB_ID": "4711",
+                "SLURM_JOB_NAME": "train",
+                "SLURM_NTASKS": "2",
+                "SLURM_NTASKS_PER_NODE": "2",
+            }
             tasks |= {"SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port())}
             ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
             environments = [env | tasks | rank for rank in ranks]

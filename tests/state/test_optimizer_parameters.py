@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -55,8 +56,11 @@ def data(dtype: torch.dtype = torch.float32) -> DataLoader:
 @on_ranks(2, timeout_s=20.0)
 def test_optimizers_that_differ_between_ranks_are_refused_on_both(rank: Rank, on_rank_0: str, on_rank_1: str) -> None:
     net = Net(on_rank_1 if rank.index else on_rank_0)
-    with pytest.raises(RuntimeError, match="What the optimizers hold differs between ranks, first at entry .*optimizer0"):
+    with pytest.raises(
+        RuntimeError, match="What the optimizers hold differs between ranks, first at entry .*optimizer0"
+    ):
         quiet_trainer(2).fit(net, data())
+    dist.barrier()  # the store of the group lives on rank 0
 
 
 PRECISIONS = [
