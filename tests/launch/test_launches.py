@@ -201,7 +201,7 @@ def test_spread_experts_end_as_one_process_and_are_saved_after_fit(
 
 LOST = {
     "LateExperts": r"The parameter 'late\.w_in' \(\d in all\) was made in configure_model or setup",
-    "Outside": r"The parameter 'optimizer0\.group0\.\d+' \(1 in all\) is in an optimizer and not in the LightningModule",
+    "Outside": r"The parameter 'optimizer0\.group0\.\d+' \(1 in all\) is in an optimizer and not in",
 }
 
 
@@ -212,7 +212,7 @@ def test_spawn_refuses_parameters_that_the_main_process_would_not_get_back(
     launches.append(Launch(tmp_path, "spawn", kind, job=SPREAD_JOB))
     ended = launches[0].end()
     assert ended.codes == [0], ended.text
-    assert re.search(rf"ValueError: {LOST[kind]}, under start_method='spawn': .*__init__", ended.text), ended.text
+    assert re.search(rf"ValueError: {LOST[kind]}.*, under start_method='spawn': .*__init__", ended.text), ended.text
 
 
 def test_fork_refuses_parameters_of_configure_model(tmp_path: Path, launches: list[Launch]) -> None:
