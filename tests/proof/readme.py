@@ -20,9 +20,9 @@ def find_row(bar: Bar, name: str) -> dict[str, str]:
 
 def figure(row: dict[str, str], column: str = "median_ratio") -> str:
     """A number to three digits, with the interval of the row where it has one."""
-    low, high = (row.get(a) or row.get(b) for a, b in (("low", "p20"), ("high", "p80")))
+    low, high = row.get("low"), row.get("high")
     text = f"{float(row[column]):.3g}"
-    return f"{text} ({float(low):.3g} – {float(high):.3g})" if low and high and low != high else text
+    return f"{text} ({float(low):.3g} to {float(high):.3g})" if low and high and low != high else text
 
 
 def render() -> str:
