@@ -151,7 +151,9 @@ def test_rank_in_a_collective_is_ended_with_the_traceback_of_the_other(tmp_path:
 def test_the_others_wait_for_a_rank_that_writes_its_shard(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as caught:
         rank_1_writes_for_a_while.launch(folder=str(tmp_path))
-    assert caught.value.failures == {0: "ended with exit code 1", 1: "ended with exit code 1"}
+    # both are ended at once: rank 0's barrier may fail before its watch ends it
+    assert caught.value.failures.keys() == {0, 1}
+    assert caught.value.failures[1] == "ended with exit code 1"
     assert (tmp_path / "shard").read_text() == "whole"
 
 
