@@ -117,9 +117,7 @@ def lines_with(names: set[str], source: str) -> list[int]:
             if is_distributed(node.module) and {a.name for a in node.names} & (names | {"*"}):
                 lines.append(node.lineno)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in names and is_distributed(spelled(node.value, bound)):
-            lines.append(node.lineno)
-        elif (
+        if (isinstance(node, ast.Attribute) and node.attr in names and is_distributed(spelled(node.value, bound))) or (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
             and node.func.id == "getattr"
