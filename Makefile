@@ -34,7 +34,7 @@ types: $(READY)
 
 # every long bar: writes tests/benchmarks/results/*.csv with the commit it was measured on
 proof: $(READY)
-	$(RUN) -m tests.proof
+	$(RUN) -m tests.proof; code=$$?; $(RUN) -m tests.proof.readme; exit $$code
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

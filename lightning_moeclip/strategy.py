@@ -106,6 +106,8 @@ class MoEClipStrategy(GuardedStrategy):
         self._experts: SpreadExperts | None = None
         self._corridor: GradientCorridor | None = None
         self._is_stand_in = self._is_spoiled = False
+        if self._corridor is not None:
+            self._corridor.begin_step()
         self.report = GradReport()
 
     # -- values for the user
@@ -266,6 +268,8 @@ class MoEClipStrategy(GuardedStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._is_stand_in = self._is_spoiled = False
+        if self._corridor is not None:
+            self._corridor.begin_step()
         with self._in_step(), ledger.recording() as outputs:
             output = super().training_step(*args, **kwargs)
         module = self.lightning_module
@@ -293,8 +297,12 @@ class MoEClipStrategy(GuardedStrategy):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         corridor.begin(is_live=not self._is_stand_in, is_spoiled=self._is_spoiled)
-        with self._in_step():  # activation checkpointing runs layers again
-            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        try:
+            with self._in_step():  # activation checkpointing runs layers again
+                self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        except BaseException:
+            corridor.abort()
+            raise
         self.agree_on_termination()
         corridor.finish()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)

@@ -7,6 +7,7 @@ import pytest
 
 from tests.benchmarks import measure
 from tests.proof import __main__ as proof
+from tests.proof import readme
 from tests.proof.bars import BARS, Bar
 
 BAR = Bar("promise", ("-m", "tests.nothing"), "some.csv", "time of ours", "median_ratio", "<=", 1.1)
@@ -59,6 +60,10 @@ def test_a_changed_checkout_is_refused(
     monkeypatch.setattr("sys.argv", ["proof"])
     assert proof.main() == 2
     assert "differs from its commit" in capsys.readouterr().out
+
+
+def test_readme_shows_the_rows_of_the_results() -> None:
+    assert readme.split()[1] == readme.render()
 
 
 def test_every_command_of_the_proof_is_a_file() -> None:

@@ -24,11 +24,12 @@ class Slot:
         num_fired: gradients that arrived since the last reduction.
         is_packed: the view holds this rank's divided gradient.
         is_late: a gradient arrived after the bucket was launched, and waits in ``.grad``.
+        is_silent: all that arrived are the zeros of a stand-in for a missing loss, as good as nothing.
         is_local: ``.grad`` is a sum of this rank alone, made while paused. Any other gradient that is there before a
             backward is equal on all replicas: the result of an earlier reduction, or what the user made of it.
     """
 
-    __slots__ = ("bucket", "is_late", "is_local", "is_packed", "num_fired", "parameter", "planned", "view")
+    __slots__ = ("bucket", "is_late", "is_local", "is_packed", "is_silent", "num_fired", "parameter", "planned", "view")
 
     def __init__(self, planned: PlannedParameter, parameter: nn.Parameter, bucket: "Bucket", view: Tensor) -> None:
         self.planned = planned
@@ -43,6 +44,12 @@ class Slot:
         self.num_fired = 0
         self.is_packed = False
         self.is_late = False
+        self.is_silent = False
+
+    @property
+    def is_present(self) -> bool:
+        """Whether this rank has a gradient to give."""
+        return self.is_packed and not self.is_silent
 
     def keep(self) -> None:
         """Add to this rank's undivided sum, without communication: ``.grad`` becomes the view."""
@@ -79,7 +86,7 @@ class Slot:
         if self.is_local:
             self.pack()
         else:
-            # comes back as it was: the sum has that many equal terms
+            # comes back as it was, up to rounding: the sum has that many equal terms
             torch.mul(grad.detach(), 1.0 / self.bucket.num_replicas, out=self.view)
             self.parameter.grad = None
             self.is_packed = True

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -104,13 +105,15 @@ class GradientCorridor:
         self._shared = {
             id(p): p for p in [*module.parameters(), *optimizer_only_parameters(module, optimizers()).values()]
         }
-        self._lay_out()
+        self._planned: frozenset[int] = frozenset()
+        self._lay_out(keeps_frozen=False)
 
-    def _lay_out(self) -> None:
+    def _lay_out(self, *, keeps_frozen: bool) -> None:
         outside = optimizer_only_parameters(self._module, self._optimizers())
         roles = dict(read_roles(self._module, self._settings.towers))
         roles |= {name: ParamRole(None, "logit_scale" if p.ndim == 0 else "dense") for name, p in outside.items()}
-        trainable = {n: p for n, p in [*self._module.named_parameters(), *outside.items()] if p.requires_grad}
+        everything = [*self._module.named_parameters(), *outside.items()]
+        trainable = {n: p for n, p in everything if p.requires_grad or (keeps_frozen and id(p) in self._planned)}
         self._planned = frozenset(id(p) for p in trainable.values())
         self.plan: SyncPlan = build_plan(
             trainable,
@@ -135,12 +138,14 @@ class GradientCorridor:
             wire_dtype=self._settings.gradient_dtype,
             is_idle_zero=self._settings.idle_expert == "zero",
             count_unplanned=self.count_unplanned,
-            on_unplanned=self.rebuild,
+            # within a step a parameter may be switched off for a moment, as toggle_optimizer does
+            on_unplanned=partial(self._lay_out, keeps_frozen=True),
             on_finished=self._on_finished,
         )
         if previous is not None:
             self.reducer.adopt(previous)
             self.reducer.is_termination_requested = previous.is_termination_requested
+            self.reducer.step = previous.step
 
     def _share(self, trainable: Mapping[str, nn.Parameter]) -> None:
         """Give every rank the first one's values of parameters that were made while training."""
@@ -166,8 +171,14 @@ class GradientCorridor:
         return trainable != self._planned
 
     def rebuild(self) -> None:
-        """Make the plan anew, keeping gradients; every rank calls this at the same point."""
-        self._lay_out()
+        """Make the plan anew between two steps, keeping gradients; every rank calls this at the same point."""
+        self._lay_out(keeps_frozen=False)
+
+    def begin_step(self) -> None:
+        """Before a training step: nothing of an earlier one is under way."""
+        if self.reducer is not None:
+            self.reducer.abandon()
+            self.reducer.step += 1
 
     def begin(self, *, is_live: bool = True, is_spoiled: bool = False) -> None:
         """Before a backward whose reduction ``finish`` will end.
@@ -178,6 +189,11 @@ class GradientCorridor:
         """
         if self.reducer is not None:
             self.reducer.begin(is_live=is_live, is_spoiled=is_spoiled)
+
+    def abort(self) -> None:
+        """After a backward that an exception ended: the next one starts anew."""
+        if self.reducer is not None:
+            self.reducer.abort()
 
     def finish(self) -> None:
         """After a backward: the reduced gradients are in ``.grad``. Nothing while paused or on one process."""

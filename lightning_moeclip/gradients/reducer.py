@@ -18,7 +18,7 @@ from lightning_moeclip.parallel.plan import SyncPlan
 __all__ = ["Reducer"]
 
 # fields of the roll call before the presence of each parameter
-_LIVE, _SPOILED, _LATE, _UNPLANNED, _TERMINATE, _NUM_FIELDS = range(6)
+_STEP, _STEP_SQUARED, _LIVE, _SPOILED, _LATE, _UNPLANNED, _TERMINATE, _NUM_FIELDS = range(8)
 
 
 class Reducer:
@@ -29,6 +29,7 @@ class Reducer:
         is_live: this rank's loss counts; False while a zero stands in for a missing one, whose zero gradients then
             are those of a parameter that was not used.
         is_termination_requested: goes into the roll call, so that all ranks learn of it.
+        step: number of training steps that this rank has begun, which must be the same on all ranks.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Reducer:
         self.is_paused = False
         self.is_live = True
         self.is_termination_requested = False
+        self.step = 0
         self._mesh = mesh
         self._is_idle_zero = is_idle_zero
         self._count_unplanned = count_unplanned
@@ -76,29 +78,40 @@ class Reducer:
             for bucket in plan.buckets
         ]
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
-        self._roll = torch.zeros(_NUM_FIELDS + len(self._slots), dtype=torch.float32, device=self._roll_device())
+        self._roll = torch.zeros(_NUM_FIELDS + len(self._slots), dtype=torch.float64, device=self._roll_device())
         self._order = list(self.buckets)
         self._next = 0
         self._is_open = False
         self._was_live = False
         self._was_spoiled = False
         self._is_driven = False
-        self._handles = [handle for slot in self._slots for handle in self._hook(slot)]
+        self._is_aborted = False
+        self._accumulators: list[torch.autograd.graph.Node] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        for slot in self._slots:
+            self._hook(slot)
 
     def _roll_device(self) -> torch.device:
         return self._slots[0].view.device if self._slots else torch.device("cpu")
 
-    def _hook(self, slot: Slot) -> list[torch.utils.hooks.RemovableHandle]:
-        handles = [slot.parameter.register_post_accumulate_grad_hook(lambda _: self._on_gradient(slot))]
+    def _hook(self, slot: Slot) -> None:
+        parameter = slot.parameter
+        is_trainable = parameter.requires_grad
+        parameter.requires_grad_(True)  # also one that is switched off for a moment
+        self._handles.append(parameter.register_post_accumulate_grad_hook(lambda _: self._on_gradient(slot)))
         if slot.bucket.num_replicas != self.plan.divisor:
-            handles.append(slot.parameter.register_hook(lambda _: self._reopen(slot)))
-        return handles
+            # not a hook of the parameter: torch.autograd.grad, which adds nothing to .grad, calls those too
+            accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
+            self._accumulators.append(accumulator)  # autograd makes a new one, without the hook, when nobody holds it
+            self._handles.append(accumulator.register_prehook(lambda _: self._reopen(slot)))
+        parameter.requires_grad_(is_trainable)
 
     def detach(self) -> None:
         """Remove the hooks; reduced gradients stay where they are."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._accumulators.clear()
 
     def begin(self, *, is_live: bool = True, is_spoiled: bool = False) -> None:
         """Say that ``finish`` will be called after this backward.
@@ -108,10 +121,23 @@ class Reducer:
             is_spoiled: what this rank gave up is not finite and has been sent to other ranks: zero times it is NaN,
                 so no rank gets a gradient.
         """
+        self.abandon()
         self._is_driven = True
         self.is_live = is_live
         self._was_live |= is_live
         self._was_spoiled |= is_spoiled
+
+    def abandon(self) -> None:
+        """Forget a backward that an exception ended before its reduction; what the ranks launched comes to its end."""
+        if self._is_open:
+            for bucket in self._order[: self._next]:
+                bucket.wait()
+            self._close()
+        self._is_driven = self._is_aborted = False
+
+    def abort(self) -> None:
+        """Note that an exception ended a backward; nothing is waited for, since the other ranks may not come."""
+        self._is_aborted = True
 
     @torch.no_grad()
     def _reopen(self, slot: Slot) -> None:
@@ -127,6 +153,8 @@ class Reducer:
             self._take(slot)
 
     def _take(self, slot: Slot) -> None:
+        if self._is_aborted:
+            self.abandon()
         grad = slot.parameter.grad
         if grad is not None and grad.layout is not torch.strided:
             raise TypeError(
@@ -134,13 +162,15 @@ class Reducer:
                 "which hold every row. Use nn.Embedding(..., sparse=False)."
             )
         self._was_live |= self.is_live
-        if not self.is_live and self._says_nothing(slot):
-            slot.parameter.grad = None
-            return
+        says_nothing = not self.is_live and self._says_nothing(slot)
         if self.is_paused:
-            slot.keep()
+            if says_nothing:
+                slot.parameter.grad = None
+            else:
+                slot.keep()
             return
         self._open()
+        slot.is_silent = says_nothing and (slot.is_silent or not slot.is_packed)
         slot.num_fired += 1
         bucket = slot.bucket
         if bucket.is_launched:
@@ -205,16 +235,24 @@ class Reducer:
     def _call_roll(self) -> list[float]:
         world_size = self._mesh.world_size
         roll = [0.0] * self._roll.numel()
+        roll[_STEP], roll[_STEP_SQUARED] = float(self.step), float(self.step**2)
         roll[_LIVE] = float(self._was_live)
         roll[_SPOILED] = float(self._was_spoiled)
         roll[_LATE] = float(sum(slot.is_late for slot in self._slots))
         roll[_UNPLANNED] = float(self._count_unplanned())
         roll[_TERMINATE] = float(self.is_termination_requested)
         for index, slot in enumerate(self._slots, start=_NUM_FIELDS):
-            if slot.is_packed:
+            if slot.is_present:
                 roll[index] = 1.0 if slot.num_fired == 1 else world_size + 1.0
-        self._roll.copy_(torch.tensor(roll))
-        return sum_over(self._roll, self._mesh.gradient_groups["dp"]).tolist()
+        self._roll.copy_(torch.tensor(roll, dtype=torch.float64))
+        totals = sum_over(self._roll, self._mesh.gradient_groups["dp"]).tolist()
+        if world_size * totals[_STEP_SQUARED] != totals[_STEP] ** 2:
+            raise RuntimeError(
+                f"The ranks reduce gradients of different steps: this rank is in step {self.step}, and "
+                f"{totals[_STEP] / world_size:g} is the mean. A rank has left out a backward. In manual optimization "
+                "every rank calls backward equally often: let one that has no loss call it on a zero."
+            )
+        return totals
 
     def _hand_out(self, totals: list[float]) -> Attendance:
         absent = []

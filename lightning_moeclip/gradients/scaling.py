@@ -47,5 +47,6 @@ class AgreedGradScaler(torch.amp.GradScaler):
         total = (sum_over(count, self.group) > 0).float()
         devices = list(found) or [total.device]
         found.clear()
-        found.update({device: total.to(device) for device in devices})
+        # the flags of several devices are added up, and fused optimizers skip on exactly 1
+        found.update({device: total.to(device) * (device == devices[0]) for device in devices})
         return found

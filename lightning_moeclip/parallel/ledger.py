@@ -30,4 +30,4 @@ def recording() -> Iterator[list[Tensor]]:
     try:
         yield page
     finally:
-        _pages.remove(page)
+        _pages.pop()

@@ -8,12 +8,7 @@ resident set of a fresh process beyond what it held, inputs included, just befor
     PYTHONPATH=. python tests/benchmarks/contrastive_loss.py
 """
 
-import csv
 import multiprocessing
-import os
-import statistics
-import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,10 +17,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
 from lightning_moeclip.modules import contrastive_loss
+from tests.benchmarks import measure
 
 NUM, DIM, THREADS = 8192, 512, 2
-TIME_ROUNDS, MEMORY_ROUNDS = 5, 2
-RESULTS = Path(__file__).parent / "results" / "contrastive_loss.csv"
+TIME_ROUNDS, MEMORY_ROUNDS = 12, 3
+RESULTS = measure.RESULTS / "contrastive_loss.csv"
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -66,22 +62,15 @@ def check_equality() -> None:
             raise SystemExit(f"{name} differs by {error:.1e}: no time is reported")
 
 
-def time_rounds() -> dict[str, list[float]]:
-    """Ratios of ours to each dense loss, one per round."""
+def time_figures() -> dict[str, measure.Figure]:
+    """Ours to each dense loss, over interleaved rounds."""
     leaves = inputs()
-    for loss in ARMS.values():
-        run(loss, leaves)
-    ratios: dict[str, list[float]] = {"shared": [], "twice": []}
-    for _ in range(TIME_ROUNDS):
-        seconds = {}
-        for name, loss in ARMS.items():
-            start = time.perf_counter()
-            run(loss, leaves)
-            seconds[name] = time.perf_counter() - start
-        print({name: f"{value:.2f} s" for name, value in seconds.items()}, flush=True)
-        for name, found in ratios.items():
-            found.append(seconds["ours"] / seconds[name])
-    return ratios
+
+    def timed(loss: Loss) -> Callable[[], None]:
+        return lambda: (run(loss, leaves), None)[1]
+
+    seconds = measure.take_turns({name: timed(loss) for name, loss in ARMS.items()}, rounds=TIME_ROUNDS, warmup=1)
+    return {name: measure.paired_ratio(seconds["ours"], seconds[name]) for name in ("shared", "twice")}
 
 
 def peak_bytes(name: str) -> int:
@@ -100,49 +89,32 @@ def resident(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def memory_rounds() -> dict[str, list[float]]:
-    """Ratios of our peak to that of each dense loss, one per round of fresh processes."""
-    ratios: dict[str, list[float]] = {"shared": [], "twice": []}
+def memory_figures() -> dict[str, measure.Figure]:
+    """Our peak to that of each dense loss, over rounds of fresh processes."""
     context = multiprocessing.get_context("spawn")
+    peaks: dict[str, list[float]] = {name: [] for name in ARMS}
     for _ in range(MEMORY_ROUNDS):
-        peaks = {}
-        for name in ARMS:
+        for name, found in peaks.items():
             with context.Pool(1) as pool:
-                peaks[name] = pool.apply(peak_bytes, (name,))
-        print({name: f"{peak / 2**20:.0f} MiB" for name, peak in peaks.items()}, flush=True)
-        for name, found in ratios.items():
-            found.append(peaks["ours"] / peaks[name])
-    return ratios
-
-
-def row(name: str, ratios: list[float]) -> dict[str, object]:
-    p20, *_, p80 = statistics.quantiles(ratios, n=5, method="inclusive")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-    return {
-        "name": name,
-        "median_ratio": f"{statistics.median(ratios):.3f}",
-        "p20": f"{p20:.3f}",
-        "p80": f"{p80:.3f}",
-        "rounds": len(ratios),
-        "device": f"cpu, {torch.backends.cpu.get_cpu_capability()}, {THREADS} threads of {os.cpu_count()}",
-        "torch_version": torch.__version__,
-        "commit": commit.stdout.strip(),
-    }
+                found.append(pool.apply(peak_bytes, (name,)))
+    print({name: [f"{peak / 2**20:.0f} MiB" for peak in found] for name, found in peaks.items()}, flush=True)
+    return {name: measure.paired_ratio(peaks["ours"], peaks[name]) for name in ("shared", "twice")}
 
 
 def main() -> None:
     torch.set_num_threads(THREADS)
     check_equality()
-    times, peaks = time_rounds(), memory_rounds()
-    rows = [row(f"time of ours / dense {name}", found) for name, found in times.items()]
-    rows += [row(f"peak extra memory of ours / dense {name}", found) for name, found in peaks.items()]
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
-    for found in rows:
-        print(found)
+    rows = [
+        *(
+            measure.row(f"time of ours / dense {name}", figure, rounds=TIME_ROUNDS, ranks=1)
+            for name, figure in time_figures().items()
+        ),
+        *(
+            measure.row(f"peak extra memory of ours / dense {name}", figure, rounds=MEMORY_ROUNDS, ranks=1)
+            for name, figure in memory_figures().items()
+        ),
+    ]
+    measure.write_rows(RESULTS, rows)
 
 
 if __name__ == "__main__":

@@ -9,22 +9,19 @@ matrices where ours have two, so it is measured at equal FLOPs (hidden width 2 /
 """
 
 import argparse
-import csv
 import statistics
-import subprocess
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_moeclip.modules import MoE
+from tests.benchmarks import measure
 
 TOKENS, DIM, HIDDEN, EXPERTS, TOP_K = 2048, 512, 2048, 8, 2
 EQUAL_FLOPS_HIDDEN = 1364  # 2 / 3 of 2048, rounded so that strides stay multiples of 16 bytes
-RESULTS = Path(__file__).parent / "results" / "moe_layer.csv"
+RESULTS = measure.RESULTS / "moe_layer.csv"
 
 
 def route(moe: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +115,7 @@ def check_equal(moe: MoE, arms: dict[str, Callable[[Tensor], Tensor]], x: Tensor
             assert error < TOKENS**0.5 * torch.finfo(torch.float32).eps, f"{name}: {error}"
 
 
-def measure(rounds: int) -> dict[str, list[float]]:
+def time_arms(rounds: int) -> dict[str, list[float]]:
     """Seconds of each arm in each round."""
     torch.manual_seed(0)
     moe = MoE(DIM, HIDDEN, EXPERTS, top_k=TOP_K)
@@ -139,50 +136,27 @@ def measure(rounds: int) -> dict[str, list[float]]:
             lambda x: block(x.unsqueeze(0)).squeeze(0), list(block.parameters()), x, cotangent
         )
     arms["bare_gemms"] = bare_gemms()
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for index in range(rounds + 1):
-        # each round starts at another arm: none is always the one after the slowest
-        names = list(arms)[index % len(arms) :] + list(arms)[: index % len(arms)]
-        for name in names:
-            start = time.perf_counter()
-            arms[name]()
-            if index >= 1:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
+    return measure.take_turns(arms, rounds=rounds, warmup=1)
 
 
-def ratios(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
-    ours = seconds["ours"]
+def figures(seconds: dict[str, list[float]]) -> dict[str, measure.Figure]:
+    """Paired ratios by row name; the best by hand is the one with the lowest median."""
     by_hand = min(("loop", "grouped_mm", "bmm"), key=lambda name: statistics.median(seconds[name]))
-    rows = {f"ours/{name}": [a / b for a, b in zip(ours, seconds[name], strict=True)] for name in seconds}
-    del rows["ours/ours"]
-    rows["share_of_bare_gemms"] = [1 / ratio for ratio in rows.pop("ours/bare_gemms")]
-    return {f"ours/best_by_hand({by_hand})": rows[f"ours/{by_hand}"], **rows}
-
-
-def write(rows: dict[str, list[float]]) -> None:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu x{torch.get_num_threads()}"
-    is_new = not RESULTS.exists()
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a", newline="") as file:
-        table = csv.writer(file)
-        if is_new:
-            table.writerow(["name", "median_ratio", "p20", "p80", "rounds", "device", "torch", "commit"])
-        for name, values in rows.items():
-            cuts = statistics.quantiles(values, n=5)
-            numbers = [f"{number:.3f}" for number in (statistics.median(values), cuts[0], cuts[3])]
-            table.writerow([name, *numbers, len(values), device, torch.__version__, commit.stdout.strip()])
-            print(f"{name:36s} median {numbers[0]}  p20 {numbers[1]}  p80 {numbers[2]}")
+    ours = seconds["ours"]
+    rows = {f"ours/best_by_hand({by_hand})": measure.paired_ratio(ours, seconds[by_hand])}
+    others = [name for name in seconds if name not in ("ours", "bare_gemms")]
+    rows |= {f"ours/{name}": measure.paired_ratio(ours, seconds[name]) for name in others}
+    return rows | {"share_of_bare_gemms": measure.paired_ratio(seconds["bare_gemms"], ours)}
 
 
 def main() -> None:
-    """Measure, print and append to the results."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     torch.set_num_threads(2)
-    rows = ratios(measure(parser.parse_args().rounds))
-    write(rows)
+    rounds = parser.parse_args().rounds
+    found = figures(time_arms(rounds))
+    measure.write_rows(RESULTS, [measure.row(name, figure, rounds=rounds, ranks=1) for name, figure in found.items()])
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
 """Scripts of manual optimization, under the strategy on two ranks and in plain torch on one process."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_moeclip import MoEClipPrecision, MoEClipStrategy
 from lightning_moeclip.binding import LightningModule
 from lightning_moeclip.testing import Rank, on_ranks
+from lightning_moeclip.testing.on_ranks import RanksFailed
 from tests.gradients.one_process import TOLERANCE, gradients, share_of, trainer, worst_error
 from tests.gradients.tiny_experts import TinyExperts
 
@@ -226,7 +228,41 @@ def gradient_penalty(net: Net, engine: Any, x: Tensor) -> None:
     step(net, engine)
 
 
+def gradients_looked_at(net: Net, engine: Any, x: Tensor) -> None:
+    zero(engine)
+    engine.backward(net.losses(x)[1])
+    # as gradient surgery and monitors do: nothing is added to .grad
+    torch.autograd.grad(net.losses(x)[1], list(net.critic.parameters()))
+    net.note()
+    engine.backward(net.losses(2 * x)[0])
+    step(net, engine)
+
+
+class Planted(Exception):
+    pass
+
+
+def fail(_: Tensor) -> None:
+    raise Planted
+
+
+def backward_given_up(net: Net, engine: Any, x: Tensor) -> None:
+    for backward in (engine.backward, Tensor.backward):
+        zero(engine)
+        fake = net.generator(x).tanh()
+        loss = net.critic(fake).pow(2).mean()
+        fake.register_hook(fail)  # when the critic's gradients have come
+        with suppress(Planted):
+            engine.backward(loss)
+        zero(engine)
+        backward(net.losses(x)[1])
+        net.note()
+    step(net, engine)
+
+
 SCRIPTS = [
+    gradients_looked_at,
+    backward_given_up,
     several_synchronised_backwards,
     never_zeroed,
     raw_and_manual,
@@ -274,6 +310,23 @@ def test_manual_optimization_equals_one_process(rank: Rank) -> None:
             check_script(script, rank, size)
 
 
+@on_ranks(2, timeout_s=20)
+def skip_a_backward_on_rank_1(rank: Rank) -> None:
+    def script(net: Net, engine: Any, x: Tensor) -> None:
+        zero(engine)
+        if rank.index == 0 or len(net.seen) != 1:
+            engine.backward(net.generator(x).pow(2).mean())
+        step(net, engine)
+
+    trainer().fit(Net(script), share_of(BATCHES, rank))
+
+
+def test_a_backward_that_one_rank_leaves_out_is_an_error_on_all() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        skip_a_backward_on_rank_1()
+    assert any("The ranks reduce gradients of different steps" in text for text in caught.value.failures.values())
+
+
 class InHalf(Net):
     """SGD alone, in which an error of a gradient is an error of the step and no more."""
 
@@ -284,7 +337,6 @@ class InHalf(Net):
 @on_ranks(2)
 def test_clipping_before_the_step_sees_unscaled_gradients(rank: Rank) -> None:
     norms: dict[bool, list[float]] = {True: [], False: []}
-
     path = 0.0
 
     def script(net: Net, engine: Any, x: Tensor) -> None:

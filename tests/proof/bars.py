@@ -4,7 +4,7 @@ import operator
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["BARS", "Bar"]
+__all__ = ["BARS", "BESIDE", "Bar"]
 
 Comparison = Literal["<=", "<", ">="]
 _OPERATORS = {"<=": operator.le, "<": operator.lt, ">=": operator.ge}
@@ -63,4 +63,11 @@ BARS = [
     _measured(RECALL, "each of three seeds to one process, points", "largest difference", "<=", 6.0),
     _measured(RECALL, "mean of resumed with ep=1 to one process, points", "difference of resumed means", "<=", 3.0),
     _measured(RECALL, "each of resumed with ep=1 to one process, points", "difference of resumed to", "<=", 6.0),
+]
+
+# figures that say how far a bar is from what is possible: (name, bar of the same run, how the row's name begins)
+BESIDE = [
+    ("cost of synchronisation, ours / one flat all-reduce", BARS[1], "sync: (ours - no sync) / flat all-reduce"),
+    ("gradient memory at its peak in backward / gradients", BARS[3], "memory: gradients and buckets, peak"),
+    ("MoE, time of bare GEMMs of the same FLOPs / ours", BARS[7], "share_of_bare_gemms"),
 ]
