@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# one thread per rank: two ranks share two cores
+# the proof is a package of this repository, not of the installed one
 RUN := PYTHONPATH=. $(BIN)/python
 
-.PHONY: train test check lint types proof clean
+.PHONY: train test check lint types layers proof clean
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -20,7 +20,7 @@ train: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest
 
-check: lint types
+check: lint types layers
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -28,9 +28,13 @@ lint: $(READY)
 
 # static checkers do not see the mapped kernels package: they run on an installed copy
 types: $(READY)
-	rm -rf build/check
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/check .
-	cd build/check && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p lightning_moeclip
+	rm -rf build .mypy_cache/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .mypy_cache/installed .
+	rm -rf build  # what pip leaves here would go into the next wheel
+	cd .mypy_cache/installed && $(abspath $(BIN))/mypy --config-file $(abspath pyproject.toml) -p lightning_moeclip
+
+layers: $(READY)
+	$(BIN)/python -m pytest -q tests/test_layers.py
 
 # every long bar: writes tests/benchmarks/results/*.csv with the commit it was measured on
 proof: $(READY)

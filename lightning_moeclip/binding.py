@@ -1,17 +1,28 @@
-"""The one file through which Lightning is imported, whichever of its two roots is installed.
+"""The one file through which Lightning is imported, whichever of its two roots the program uses.
 
 ``lightning`` brings ``lightning.pytorch`` and ``lightning.fabric``; ``pytorch-lightning`` brings
 ``pytorch_lightning`` and ``lightning_fabric``. The two roots reject each other's strategies, so
 everything of ours takes its base classes from here.
 """
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
-ROOT, FABRIC_ROOT = (
-    ("lightning.pytorch", "lightning.fabric") if find_spec("lightning") else ("pytorch_lightning", "lightning_fabric")
-)
+_ROOTS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+
+
+def _choose_root() -> str:
+    """The root that the program has imported, if it is one of the two; else the first that is installed."""
+    loaded = [root for root in _ROOTS if root in sys.modules]
+    if len(loaded) == 1:
+        return loaded[0]
+    return next((root for root in _ROOTS if find_spec(root.split(".")[0])), "lightning.pytorch")
+
+
+ROOT = _choose_root()
+FABRIC_ROOT = _ROOTS[ROOT]
 
 
 def _pytorch(path: str) -> ModuleType:
@@ -36,7 +47,6 @@ GradClipAlgorithmType = _pytorch("utilities").GradClipAlgorithmType
 LightningOptimizer = _pytorch("core.optimizer").LightningOptimizer
 SubprocessScriptLauncher = _pytorch("strategies.launchers.subprocess_script")._SubprocessScriptLauncher
 MultiProcessingLauncher = _pytorch("strategies.launchers.multiprocessing")._MultiProcessingLauncher
-rank_zero_warn = import_module(f"{FABRIC_ROOT}.utilities.rank_zero").rank_zero_warn
 
 __all__ = [
     "FABRIC_ROOT",
@@ -58,5 +68,4 @@ __all__ = [
     "call",
     "fabric",
     "pl",
-    "rank_zero_warn",
 ]

@@ -3,7 +3,7 @@
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -63,9 +63,10 @@ class GuardedStrategy(DDPStrategy):
     catches on every rank leaves the processes alone. With one process everything here is inert.
 
     The environment variable ``MOECLIP_STARTUP_TIMEOUT_S`` holds the seconds that all ranks have to arrive at the
-    start of a run (the process group's timeout, at most five minutes, when unset).
+    start of a run. Unset, they have the ``timeout`` that the user gave, or five minutes.
     """
 
+    has_own_timeout = False  # whether the user chose ``timeout``
     _launcher: Any
     _watch: FailureWatch | None = None
     _is_terminated = False
@@ -142,8 +143,9 @@ class GuardedStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: Any) -> None:
-        if trainer.state.fn == TrainerFn.FITTING and self._start_method != "popen":
-            self._check_parameters_outlive_the_run()
+        if trainer.state.fn == TrainerFn.FITTING:
+            new = [n for n, _ in self.lightning_module.named_parameters() if n not in self._names_at_connect]
+            self.refuse_lost_parameters(new, why="was made in configure_model or setup")
         super().setup(trainer)
 
     @override
@@ -246,17 +248,20 @@ class GuardedStrategy(DDPStrategy):
         sources = (self.lightning_module, self._trainer.datamodule)
         return any(getattr(s, "allow_zero_length_dataloader_with_multiple_devices", False) for s in sources)
 
-    def _check_parameters_outlive_the_run(self) -> None:
+    def refuse_lost_parameters(self, names: Sequence[str], *, why: str) -> None:
         """Refuse parameters that only the launched processes have.
 
+        Args:
+            names: of these parameters.
+            why: they are known to these processes alone, as told to the user.
+
         Raises:
-            ValueError: some were made after the launch.
+            ValueError: there are some, and the main process goes on after the run.
         """
-        new = [n for n, _ in self.lightning_module.named_parameters() if n not in self._names_at_connect]
-        if new:
+        if names and self._start_method != "popen":
             raise ValueError(
-                f"The parameter {new[0]!r} ({len(new)} in all) was made in configure_model or setup, under "
-                f"start_method={self._start_method!r}: the main process has no such parameter, so what it learns "
+                f"The parameter {names[0]!r} ({len(names)} in all) {why}, under "
+                f"start_method={self._start_method!r}: the main process does not get it back, so what it learns "
                 "would be lost when fit returns. Make it in the module's __init__, or leave out start_method "
                 "(the default 'popen'), or start the script with torchrun."
             )
@@ -286,7 +291,7 @@ class GuardedStrategy(DDPStrategy):
             self.global_rank,
             world_size,
             connect,
-            startup_timeout_s=_startup_timeout_s(self._timeout),
+            startup_timeout_s=_startup_timeout_s(self._timeout if self.has_own_timeout else None),
             before_end=partial(self._signal_children, signal.SIGKILL),
         )
         self._watch.start()
@@ -321,7 +326,7 @@ def _do_nothing() -> None:
 
 
 def _startup_timeout_s(timeout: timedelta | None) -> float:
-    """Seconds that ranks have to arrive: MOECLIP_STARTUP_TIMEOUT_S, or the group's timeout up to five minutes."""
+    """Seconds that ranks have to arrive: MOECLIP_STARTUP_TIMEOUT_S, or the user's timeout, or five minutes."""
     asked = os.environ.get("MOECLIP_STARTUP_TIMEOUT_S")
     if asked:
         try:
@@ -331,4 +336,4 @@ def _startup_timeout_s(timeout: timedelta | None) -> float:
                 f"MOECLIP_STARTUP_TIMEOUT_S={asked!r} is not a number. It holds the seconds that all ranks have to "
                 "arrive at the start of a run: set a number such as 600, or unset it."
             ) from None
-    return min(STARTUP_S, timeout.total_seconds() if timeout is not None else STARTUP_S)
+    return STARTUP_S if timeout is None else timeout.total_seconds()

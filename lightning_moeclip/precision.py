@@ -29,6 +29,7 @@ from lightning_moeclip.gradients.scaling import AgreedGradScaler
 __all__ = ["MoEClipPrecision"]
 
 PrecisionName = Literal["32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
+_STOCK = (Precision, MixedPrecision, DoublePrecision, HalfPrecision)
 _STOCK_STATE = "MixedPrecision"
 
 
@@ -43,7 +44,7 @@ class MoEClipPrecision(Precision):
         ValueError: unknown precision.
     """
 
-    def __init__(self, precision: PrecisionName = "32-true", device: str = "auto") -> None:
+    def __init__(self, precision: PrecisionName, *, device: str = "auto") -> None:
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         if precision == "32-true":
             inner = Precision()
@@ -63,9 +64,22 @@ class MoEClipPrecision(Precision):
 
     @classmethod
     def upgrade(cls, plugin: Precision) -> "MoEClipPrecision":
-        """Wrap a plugin that Lightning or the user made, keeping its casts and its scaler's settings."""
+        """Wrap a plugin that Lightning made, keeping its casts and its scaler's settings.
+
+        Args:
+            plugin: returned as it is when it is one of ours.
+
+        Raises:
+            TypeError: a class of the user's, whose overrides would not be called.
+        """
         if isinstance(plugin, cls):
             return plugin
+        if type(plugin) not in _STOCK:
+            raise TypeError(
+                f"{type(plugin).__qualname__} is a precision plugin that MoEClipStrategy cannot take over: it calls "
+                "the gradient's steps itself, so your overrides would be lost. Derive the class from MoEClipPrecision, "
+                "or write Trainer(precision=...)."
+            )
         upgraded = cls.__new__(cls)
         scaler = getattr(plugin, "scaler", None)
         if scaler is not None and not isinstance(scaler, AgreedGradScaler):
@@ -113,6 +127,17 @@ class MoEClipPrecision(Precision):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         return self._inner.convert_module(module)
+
+    def convert_parameter(self, parameter: Tensor) -> None:
+        """Give a parameter that no module holds the dtype of those that one does, in place.
+
+        A 0-d one, such as a temperature, keeps its dtype in half precision.
+        """
+        if parameter.ndim == 0 and isinstance(self._inner, HalfPrecision):
+            return
+        holder = nn.Module()
+        holder.value = nn.Parameter(parameter.data, requires_grad=False)
+        parameter.data = self._inner.convert_module(holder).value.data
 
     @override
     def convert_input(self, data: Any) -> Any:

@@ -32,14 +32,23 @@ def _register(strategies: ModuleType) -> None:
     for name, start_method in STRATEGIES.items():
         strategies.StrategyRegistry.register(
             name,
-            partial(_make, start_method=start_method),
+            partial(_make, strategies.__name__, start_method=start_method),
             description=f"Gradients of one process for CLIP with MoE towers; start_method {start_method!r}",
             override=True,
         )
 
 
-def _make(**arguments: Any) -> object:
-    return import_module("lightning_moeclip.strategy").MoEClipStrategy(**arguments)
+def _make(registry: str, **arguments: Any) -> object:
+    strategy = import_module("lightning_moeclip.strategy").MoEClipStrategy
+    bound = import_module("lightning_moeclip.binding").ROOT
+    root = registry.removesuffix(".strategies")
+    if root != bound:
+        raise ImportError(
+            f"A Trainer of {root} asked for our strategy, which this process has made for {bound}: the two do not "
+            f"take each other's strategies. Import Trainer and LightningModule from {bound}, or import {root} alone, "
+            "before lightning_moeclip.strategy."
+        )
+    return strategy(**arguments)
 
 
 class _RegistryFinder(MetaPathFinder):

@@ -20,7 +20,6 @@ from lightning_moeclip.binding import (
     Precision,
     TrainerFn,
     TrainerStatus,
-    rank_zero_warn,
 )
 from lightning_moeclip.gradients.collectives import broadcast_from_first
 from lightning_moeclip.gradients.corridor import CorridorSettings, GradientCorridor, optimizer_only_parameters
@@ -33,6 +32,7 @@ from lightning_moeclip.parallel.plan import SyncPlan
 from lightning_moeclip.parallel.roles import Towers, read_roles, undecayed_parameters
 from lightning_moeclip.precision import MoEClipPrecision
 from lightning_moeclip.state.canonical import SpreadExperts, spread_names
+from lightning_moeclip.state.optimizer_parameters import load_parameters, placement
 
 __all__ = ["MoEClipStrategy"]
 
@@ -100,6 +100,7 @@ class MoEClipStrategy(GuardedStrategy):
             timeout=timeout,
             start_method=start_method,
         )
+        self.has_own_timeout = timeout is not default_pg_timeout
         self.expert_parallel_size = expert_parallel_size
         self._settings = CorridorSettings(towers, bucket_size_mb, _dtype_named(gradient_dtype), idle_expert)
         self._mesh: Mesh | None = None
@@ -144,7 +145,7 @@ class MoEClipStrategy(GuardedStrategy):
     def precision_plugin(self) -> MoEClipPrecision:
         """The plugin of the run, always a ``MoEClipPrecision``."""
         if self._precision_plugin is None:
-            self._precision_plugin = MoEClipPrecision()
+            self._precision_plugin = MoEClipPrecision("32-true")
         return self._precision_plugin
 
     @precision_plugin.setter
@@ -166,6 +167,7 @@ class MoEClipStrategy(GuardedStrategy):
             return
         # nothing is reduced outside fit: no wrapper, and no broadcast over experts that differ
         super(DDPStrategy, self).setup(trainer)
+        raise_together(self._find_foreign_slices())
         if self._experts is not None:
             self._experts.gather()
         self._broadcast_state()
@@ -197,6 +199,14 @@ class MoEClipStrategy(GuardedStrategy):
             if self._experts is not None:
                 checks.check_spreadable(module, self.expert_parallel_size)
         except (TypeError, ValueError) as error:
+            return error
+        return self._find_foreign_slices()
+
+    def _find_foreign_slices(self) -> Exception | None:
+        try:
+            for root in [self.lightning_module, *self._copies_in_callbacks()]:
+                checks.check_no_foreign_slices(root, self.mesh.experts)
+        except RuntimeError as error:
             return error
         return None
 
@@ -250,14 +260,19 @@ class MoEClipStrategy(GuardedStrategy):
         return [o for o in self.optimizers if isinstance(o, Optimizer)]
 
     def _adopt_optimizer_parameters(self) -> None:
-        """Move parameters that only an optimizer holds to the device, and give every rank those of the first."""
-        outside = optimizer_only_parameters(self.lightning_module, self._plain_optimizers())
+        """Give every rank the first one's values of parameters that only an optimizer holds, on its device."""
+        module, optimizers = self.lightning_module, self._plain_optimizers()
+        # on every rank: whether there is anything to broadcast must not be one rank's own decision
+        checks.check_same_on_all_ranks(placement(module, optimizers), what="What the optimizers hold")
+        outside = optimizer_only_parameters(module, optimizers)
         if not outside:
             return
+        self.refuse_lost_parameters(list(outside), why="is in an optimizer and not in the LightningModule")
         for parameter in outside.values():
+            self.precision_plugin.convert_parameter(parameter)
             parameter.data = parameter.data.to(self.root_device)
         broadcast_from_first(outside.values(), self.mesh.gradient_groups["dp"])
-        rank_zero_warn(
+        checks.warn_on_first_rank(
             f"{len(outside)} parameter(s) are in an optimizer and not in the LightningModule ({', '.join(outside)}). "
             "They are reduced over ranks and saved for ckpt_path=..., but load_from_checkpoint will not see them: "
             "make them attributes of the module."
@@ -359,7 +374,8 @@ class MoEClipStrategy(GuardedStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """State dict with whole experts; every rank must call this."""
-        if self.has_failed:
+        # after spawn the main process has whole experts and nobody to meet
+        if self.has_failed or self._mesh is None:
             return self.lightning_module.state_dict()
         self._broadcast_buffers()
         state = self.lightning_module.state_dict()
@@ -388,16 +404,18 @@ class MoEClipStrategy(GuardedStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
+        if len(states) != len(self._plain_optimizers()):
+            raise ValueError(
+                f"The checkpoint holds the state of {len(states)} optimizers and configure_optimizers made "
+                f"{len(self._plain_optimizers())}. Resume with the optimizers of the run that saved it (after spawn "
+                "and fork the main process has none: save in a callback), or load weights with load_from_checkpoint."
+            )
+        outside = optimizer_only_parameters(self.lightning_module, self._plain_optimizers())
+        load_parameters(checkpoint.get(CHECKPOINT_KEY, {}).get("optimizer_parameters"), outside)
         if self._experts is not None:
             pairs = zip(self._plain_optimizers(), states, strict=True)
             states = [self._experts.own_optimizer_state(optimizer, state) for optimizer, state in pairs]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
-        saved = checkpoint.get(CHECKPOINT_KEY, {}).get("optimizer_parameters", {})
-        outside = optimizer_only_parameters(self.lightning_module, self._plain_optimizers())
-        with torch.no_grad():
-            for name, parameter in outside.items():
-                if name in saved:
-                    parameter.copy_(saved[name])
 
     @override
     def teardown(self) -> None:

@@ -4,14 +4,17 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_moeclip.parallel.agreement import gather_objects
+from lightning_moeclip.parallel.mesh import ExpertAxis
 from lightning_moeclip.parallel.roles import ParamRole, spreadable_layers
 
 __all__ = [
     "check_at_least_one",
+    "check_no_foreign_slices",
     "check_one_optimizer_each",
     "check_same_on_all_ranks",
     "check_spreadable",
@@ -19,6 +22,7 @@ __all__ = [
     "refuse_ddp_arguments",
     "warn_of_batch_norm",
     "warn_of_scale_decay",
+    "warn_on_first_rank",
 ]
 
 _DDP_ARGUMENTS = {
@@ -74,7 +78,8 @@ def check_same_on_all_ranks(lines: Sequence[str], *, what: str) -> None:
         index = next(i for i, (a, b) in enumerate(zip(*padded, strict=True)) if a != b)
         raise RuntimeError(
             f"{what} differs between ranks, first at entry {index}: rank 0 has {padded[0][index]!r}, "
-            f"rank {rank} has {padded[1][index]!r}. Every rank must build the same model, in the same order."
+            f"rank {rank} has {padded[1][index]!r}. Every rank must build the same model and "
+            "optimizers, in the same order."
         )
 
 
@@ -136,14 +141,38 @@ def check_spreadable(module: nn.Module, expert_parallel_size: int) -> None:
                 )
 
 
+def check_no_foreign_slices(module: nn.Module, axis: ExpertAxis | None) -> None:
+    """Refuse experts that the strategy of an earlier run has left as slices.
+
+    Args:
+        module: the user's module.
+        axis: ranks that share out experts in this run.
+
+    Raises:
+        RuntimeError: a layer is spread over other ranks.
+    """
+    for path, layer in spreadable_layers(module):
+        if layer.expert_axis is not None and layer.expert_axis is not axis:
+            raise RuntimeError(
+                f"{path} holds {layer.num_experts // layer.expert_axis.size} of its {layer.num_experts} experts: a run "
+                "under another strategy object failed or was interrupted before it could gather them. Go on with that "
+                "Trainer (trainer.fit(module) again), or make the module anew, from a checkpoint."
+            )
+
+
+def warn_on_first_rank(message: str) -> None:
+    """Warn once for all ranks, of what each of them finds."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        warnings.warn(message, stacklevel=3)
+
+
 def warn_of_batch_norm(module: nn.Module) -> None:
     """Warn that statistics of a batch norm are those of one rank's rows."""
     for path, layer in module.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
-            warnings.warn(
+            warn_on_first_rank(
                 f"{path} is a BatchNorm: in training it normalises with the rows of its own rank, which is not what "
-                "one process does. Write Trainer(sync_batchnorm=True).",
-                stacklevel=2,
+                "one process does. Write Trainer(sync_batchnorm=True)."
             )
             return
 
@@ -165,8 +194,7 @@ def warn_of_scale_decay(
                 name = names.get(id(parameter), "")
                 is_scale = name in roles and roles[name].kind == "logit_scale"
                 if is_scale and group.get("weight_decay") and id(parameter) not in undecayed:
-                    warnings.warn(
+                    warn_on_first_rank(
                         f"{name} has weight_decay={group['weight_decay']}, which pulls the temperature towards 1. "
-                        "Put it into a parameter group with weight_decay=0.",
-                        stacklevel=2,
+                        "Put it into a parameter group with weight_decay=0."
                     )

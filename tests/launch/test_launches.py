@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 JOB = Path(__file__).parent / "job.py"
+SPREAD_JOB = JOB.with_name("spread_job.py")
 ROOT = JOB.parent.parent.parent
 END_S = 10.0  # from the failure to the end of every process
 DEADLINE_S = 120.0
@@ -46,22 +47,27 @@ class Ended:
 class Launch:
     """Processes started by a test, their output, and the ranks among them."""
 
-    def __init__(self, folder: Path, *plan: str, torchrun: bool = False, slurm: bool = False) -> None:
+    def __init__(self, folder: Path, *plan: str, job: Path = JOB, torchrun: bool = False, slurm: bool = False) -> None:
         self.log = folder / "log.txt"
         command = [sys.executable]
         if torchrun:
             command += ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-        command += [str(JOB), str(folder), *plan]
+        command += [str(job), str(folder), *plan]
         taken = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_", "TORCHELASTIC_")
         env = {name: value for name, value in os.environ.items() if not name.startswith(taken)}
         env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         environments = [env]
         if slurm:
             # what srun sets for two tasks on one node
-            job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
-            job |= {"SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            tasks = {
+                "SLURM_JOB_ID": "4711",
+                "SLURM_JOB_NAME": "train",
+                "SLURM_NTASKS": "2",
+                "SLURM_NTASKS_PER_NODE": "2",
+            }
+            tasks |= {"SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port())}
             ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
-            environments = [env | job | rank for rank in ranks]
+            environments = [env | tasks | rank for rank in ranks]
         with self.log.open("w") as log:
             self.processes = [
                 subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=folder, start_new_session=True)
@@ -180,18 +186,39 @@ def test_slurm_tasks_fit_and_end_together(tmp_path: Path, launches: list[Launch]
     assert len(set(re.findall(r"fitted ([\d.]+)", ended.text))) == 1
 
 
-def test_spawn_fits(tmp_path: Path, launches: list[Launch]) -> None:
-    launches.append(Launch(tmp_path, "spawn"))
+@pytest.mark.parametrize(("start", "num_processes"), [("spawn", 1), ("fork", 1), ("popen", 2)])
+def test_spread_experts_end_as_one_process_and_are_saved_after_fit(
+    start: str, num_processes: int, tmp_path: Path, launches: list[Launch]
+) -> None:
+    launches.append(Launch(tmp_path, start, job=SPREAD_JOB, torchrun=start == "popen"))
     ended = launches[0].end()
     assert ended.codes == [0], ended.text
-    assert "fitted" in ended.text
+    # where the ranks were spawned or forked, the process that goes on is the main one, which met nobody
+    errors = re.findall(r"(?:error|saved) (\S+)", ended.text)
+    assert len(errors) == 2 * num_processes, ended.text
+    assert all(float(error) < 1e-9 for error in errors), ended.text
 
 
-def test_fork_fits_and_refuses_parameters_of_configure_model(tmp_path: Path, launches: list[Launch]) -> None:
-    launches.append(Launch(tmp_path, "fork", "fork_late"))
+LOST = {
+    "LateExperts": r"The parameter 'late\.w_in' \(\d in all\) was made in configure_model or setup",
+    "Outside": r"The parameter 'optimizer0\.group0\.\d+' \(1 in all\) is in an optimizer and not in",
+}
+
+
+@pytest.mark.parametrize("kind", LOST)
+def test_spawn_refuses_parameters_that_the_main_process_would_not_get_back(
+    kind: str, tmp_path: Path, launches: list[Launch]
+) -> None:
+    launches.append(Launch(tmp_path, "spawn", kind, job=SPREAD_JOB))
     ended = launches[0].end()
     assert ended.codes == [0], ended.text
-    assert "fitted" in ended.text
+    assert re.search(rf"ValueError: {LOST[kind]}.*, under start_method='spawn': .*__init__", ended.text), ended.text
+
+
+def test_fork_refuses_parameters_of_configure_model(tmp_path: Path, launches: list[Launch]) -> None:
+    launches.append(Launch(tmp_path, "fork_late"))
+    ended = launches[0].end()
+    assert ended.codes == [0], ended.text
     told = r"ValueError: The parameter 'head.weight' \(2 in all\) was made in configure_model .*'fork'.*__init__"
     assert re.search(told, ended.text), ended.text
 

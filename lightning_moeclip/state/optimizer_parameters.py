@@ -1,0 +1,54 @@
+"""Parameters that an optimizer steps and the module does not have: no state dict of the module holds them.
+
+They go by their place in the optimizers, which every rank and every later run must lay out alike.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_moeclip.parallel.checks import warn_on_first_rank
+
+__all__ = ["load_parameters", "placement"]
+
+
+def placement(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
+    """One line for each parameter of each optimizer: place, name in the module, shape and dtype."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [
+        f"optimizer{i}.group{j}.{k}: {names.get(id(p), 'no parameter of the module')} {list(p.shape)} {p.dtype}"
+        for i, optimizer in enumerate(optimizers)
+        for j, group in enumerate(optimizer.param_groups)
+        for k, p in enumerate(group["params"])
+    ]
+
+
+@torch.no_grad()
+def load_parameters(saved: Mapping[str, Tensor] | None, own: Mapping[str, nn.Parameter]) -> None:
+    """Give parameters that only an optimizer holds their values of a checkpoint.
+
+    Args:
+        saved: values by place; None when the checkpoint is of another strategy, which saves none: a warning.
+        own: parameters of this run by place.
+
+    Raises:
+        ValueError: the checkpoint has them in other places, or with other shapes.
+    """
+    if saved is None:
+        if own:
+            warn_on_first_rank(
+                f"The checkpoint holds no values of {', '.join(own)}, which are in an optimizer and not in the "
+                "LightningModule: they start as configure_optimizers made them. Make them attributes of the module."
+            )
+        return
+    shapes = [{name: list(value.shape) for name, value in values.items()} for values in (saved, own)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"The checkpoint holds parameters outside the LightningModule at {shapes[0]}, and this run has them at "
+            f"{shapes[1]}. Make parameter groups in configure_optimizers in the order of the run that saved it, or "
+            "make these parameters attributes of the module."
+        )
+    for name, parameter in own.items():
+        parameter.copy_(saved[name])
