@@ -368,3 +368,25 @@ def test_clipping_before_the_step_sees_unscaled_gradients(rank: Rank) -> None:
         assert abs(got / want - 1) < bound, norms
     error = torch.cat([(p - q).flatten() for p, q in zip(net.parameters(), true.parameters(), strict=True)]).norm()
     assert float(error) < bound * path
+
+
+@on_ranks(2)
+def test_one_clip_over_two_scaled_optimizers_leaves_unscaled_gradients_to_both_steps(rank: Rank) -> None:
+    def script(net: Net, engine: Any, x: Tensor) -> None:
+        zero(engine)
+        engine.backward(sum(net.losses(x)))
+        engine.clip(0.5)
+        for optimizer in engine.optimizers:
+            optimizer.step()
+
+    net = InHalf(script).float()
+    precision = MoEClipPrecision("16-mixed", device="cpu")
+    precision.scaler._init_scale = 256.0
+    trainer(plugins=[precision]).fit(net, share_of(BATCHES.float(), rank))
+    true = InHalf()
+    engine = Plain(true, true.configure_optimizers())
+    for batch in BATCHES:
+        script(true, engine, batch)
+    error = torch.cat([(p - q).flatten() for p, q in zip(net.parameters(), true.parameters(), strict=True)]).norm()
+    # the norm of each of three steps is at most that of the clip; the roundings are those of the test above
+    assert float(error) < 16 * 2.0**-11 * 3 * 0.1 * 0.5
