@@ -196,6 +196,7 @@ class MoEClipPrecision(Precision):
     def _settle_scale(self) -> None:
         if self._is_update_due and self.scaler is not None:
             self.scaler.update()
+        self._is_update_due = False
 
     @override
     def _clip_gradients(self, model: LightningModule, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -204,7 +205,6 @@ class MoEClipPrecision(Precision):
             return
         before = _versions(self.main_params(optimizer))
         self._was_clipped = False
-        self._is_update_due = False
         super()._clip_gradients(model, optimizer, *args, **kwargs)
         if not self._was_clipped and _versions(self.main_params(optimizer)) != before:
             raise RuntimeError(
