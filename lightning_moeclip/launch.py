@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Store
 from typing_extensions import override
 
 from lightning_moeclip.binding import DDPStrategy, MultiProcessingLauncher, SubprocessScriptLauncher, TrainerFn, pl
-from lightning_moeclip.parallel.agreement import gather_objects, is_any
+from lightning_moeclip.parallel import checks
 from lightning_moeclip.parallel.watch import FailureWatch, client_at, client_of
 
 __all__ = ["GuardedStrategy"]
@@ -95,12 +95,11 @@ class GuardedStrategy(DDPStrategy):
             self._trainer._signal_connector.received_sigterm = True
 
     def agree_on_termination(self) -> None:
-        """Find out whether any rank was asked to end, once per optimizer step: one number over the world.
+        """Put ``termination_requested`` into what the ranks reduce next, and see to ``end_if_terminated`` then.
 
-        A strategy that reduces a vector at each step anyway overrides this with nothing, puts
-        ``termination_requested`` into the vector and calls ``end_if_terminated``.
+        Called after each optimizer step, on every rank.
         """
-        self.end_if_terminated(is_any(self.termination_requested, device=self.root_device))
+        raise NotImplementedError
 
     def go_down(self, error: BaseException) -> RuntimeError | None:
         """Tell the other ranks about an error on this one, once.
@@ -233,15 +232,7 @@ class GuardedStrategy(DDPStrategy):
     def _check_batch_counts(self, stage: str, counts: list[int | float]) -> None:
         if self._watch is None or self._allows_empty_loaders():
             return
-        by_rank = [tuple(counts) for counts in gather_objects(counts)]
-        if len(set(by_rank)) == 1:
-            return
-        told = ", ".join(f"rank {rank}: {' + '.join(map(str, row))}" for rank, row in enumerate(by_rank))
-        raise RuntimeError(
-            f"The ranks have different numbers of {stage} batches ({told}), and each batch is a collective: the run "
-            "would hang at the end of the shortest. Give every rank the same number, with a sampler that pads or "
-            f"drops (torch.utils.data.DistributedSampler) or Trainer(limit_{_LIMITS[stage]}_batches=...)."
-        )
+        checks.check_equal_batch_counts(stage, counts)
 
     def _allows_empty_loaders(self) -> bool:
         # a rank without batches does not come here, and its user has said that this is meant
@@ -316,9 +307,6 @@ class GuardedStrategy(DDPStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             # no step to agree at: this rank ends at its next batch, and the others hear of it as of a failure
             trainer._signal_connector.received_sigterm = True
-
-
-_LIMITS = {"training": "train", "validation": "val", "test": "test"}
 
 
 def _do_nothing() -> None:

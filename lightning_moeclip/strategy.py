@@ -26,17 +26,22 @@ from lightning_moeclip.gradients.corridor import CorridorSettings, GradientCorri
 from lightning_moeclip.gradients.report import Attendance, GradReport
 from lightning_moeclip.launch import GuardedStrategy
 from lightning_moeclip.parallel import checks, ledger
-from lightning_moeclip.parallel.agreement import gather_objects, raise_together
+from lightning_moeclip.parallel.agreement import gather_objects, together
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import SyncPlan
 from lightning_moeclip.parallel.roles import Towers, read_roles, undecayed_parameters
 from lightning_moeclip.precision import MoEClipPrecision
+from lightning_moeclip.state.broadcast import broadcast_buffers, broadcast_state
 from lightning_moeclip.state.canonical import SpreadExperts, spread_names
-from lightning_moeclip.state.optimizer_parameters import load_parameters, placement
+from lightning_moeclip.state.optimizer_parameters import (
+    CHECKPOINT_KEY,
+    check_number_of_optimizers,
+    checkpoint_entry,
+    load_parameters,
+    placement,
+)
 
 __all__ = ["MoEClipStrategy"]
-
-CHECKPOINT_KEY = "moeclip"
 
 
 class MoEClipStrategy(GuardedStrategy):
@@ -102,13 +107,11 @@ class MoEClipStrategy(GuardedStrategy):
         )
         self.has_own_timeout = timeout is not default_pg_timeout
         self.expert_parallel_size = expert_parallel_size
-        self._settings = CorridorSettings(towers, bucket_size_mb, _dtype_named(gradient_dtype), idle_expert)
+        self._settings = CorridorSettings(towers, bucket_size_mb, checks.dtype_named(gradient_dtype), idle_expert)
         self._mesh: Mesh | None = None
         self._experts: SpreadExperts | None = None
         self._corridor: GradientCorridor | None = None
         self._is_stand_in = self._is_spoiled = False
-        if self._corridor is not None:
-            self._corridor.begin_step()
         self.report = GradReport()
 
     # -- values for the user
@@ -167,10 +170,11 @@ class MoEClipStrategy(GuardedStrategy):
             return
         # nothing is reduced outside fit: no wrapper, and no broadcast over experts that differ
         super(DDPStrategy, self).setup(trainer)
-        raise_together(self._find_foreign_slices())
+        with together():
+            self._check_no_foreign_slices()
         if self._experts is not None:
             self._experts.gather()
-        self._broadcast_state()
+        broadcast_state(self.lightning_module, self.mesh)
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
@@ -182,49 +186,27 @@ class MoEClipStrategy(GuardedStrategy):
         module = self.lightning_module
         described = [f"{n} {list(p.shape)} {p.dtype}" for n, p in module.named_parameters()]
         checks.check_same_on_all_ranks(described, what="The model")
-        raise_together(self._find_fault())
-        if self.world_size > 1:
-            checks.warn_of_batch_norm(module)
-        self._broadcast_state()
-        if self._experts is not None:
-            for root in [module, *self._copies_in_callbacks()]:
-                self._experts.spread(root)
-
-    def _find_fault(self) -> Exception | None:
-        """Errors that only some ranks may have, told to all by the caller."""
-        module = self.lightning_module
-        try:
+        with together():
             checks.check_strided_gradients(module)
             read_roles(module, self._settings.towers)
             if self._experts is not None:
                 checks.check_spreadable(module, self.expert_parallel_size)
-        except (TypeError, ValueError) as error:
-            return error
-        return self._find_foreign_slices()
+            self._check_no_foreign_slices()
+        if self.world_size > 1:
+            checks.warn_of_batch_norm(module)
+        broadcast_state(self.lightning_module, self.mesh)
+        if self._experts is not None:
+            for root in [module, *self._copies_in_callbacks()]:
+                self._experts.spread(root)
 
-    def _find_foreign_slices(self) -> Exception | None:
-        try:
-            for root in [self.lightning_module, *self._copies_in_callbacks()]:
-                checks.check_no_foreign_slices(root, self.mesh.experts)
-        except RuntimeError as error:
-            return error
-        return None
+    def _check_no_foreign_slices(self) -> None:
+        for root in [self.lightning_module, *self._copies_in_callbacks()]:
+            checks.check_no_foreign_slices(root, self.mesh.experts)
 
     def _copies_in_callbacks(self) -> list[nn.Module]:
         """Modules that callbacks hold, such as the averages of ``WeightAveraging``, made before the experts spread."""
         values = [value for callback in self._trainer.callbacks for value in vars(callback).values()]
         return [v for v in values if isinstance(v, nn.Module) and v is not self.lightning_module]
-
-    def _broadcast_state(self) -> None:
-        """Parameters and buffers of the first rank of each replica group, to the others."""
-        module = self.lightning_module
-        spread = spread_names(module)
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        whole = {id(p): p for name, p in parameters.items() if name not in spread}
-        broadcast_from_first(whole.values(), self.mesh.gradient_groups["dp"])
-        self._broadcast_buffers()
-        slices = {id(parameters[name]): parameters[name] for name in spread}
-        broadcast_from_first(slices.values(), self.mesh.gradient_groups["edp"])
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:
@@ -293,7 +275,7 @@ class MoEClipStrategy(GuardedStrategy):
         # the other ranks' backward waits in collectives of the layers that this rank has run
         self._is_stand_in = True
         self._is_spoiled = not all(bool(o.detach().isfinite().all()) for o in outputs)
-        return _StandIn.apply(torch.zeros((), device=self.root_device, requires_grad=True), *outputs)
+        return ledger.stand_in(outputs, device=self.root_device)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -361,13 +343,7 @@ class MoEClipStrategy(GuardedStrategy):
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._broadcast_buffers()
-
-    def _broadcast_buffers(self) -> None:
-        # those that are saved: others, such as counts of a rank's own tokens, are each rank's
-        saved = self.lightning_module.state_dict(keep_vars=True)
-        buffers = [b for name, b in self.lightning_module.named_buffers() if name in saved]
-        broadcast_from_first(buffers, self.mesh.gradient_groups["dp"])
+        broadcast_buffers(self.lightning_module, self.mesh)
 
     # -- state
 
@@ -377,7 +353,7 @@ class MoEClipStrategy(GuardedStrategy):
         # after spawn the main process has whole experts and nobody to meet
         if self.has_failed or self._mesh is None:
             return self.lightning_module.state_dict()
-        self._broadcast_buffers()
+        broadcast_buffers(self.lightning_module, self.mesh)
         state = self.lightning_module.state_dict()
         return state if self._experts is None else self._experts.whole_model_state(state, self.lightning_module)
 
@@ -395,23 +371,15 @@ class MoEClipStrategy(GuardedStrategy):
             # callbacks may have put a state of their own here, such as averaged weights
             checkpoint["state_dict"] = self._experts.whole_model_state(checkpoint["state_dict"], self.lightning_module)
         outside = optimizer_only_parameters(self.lightning_module, self._plain_optimizers())
-        checkpoint[CHECKPOINT_KEY] = {
-            "expert_parallel_size": self.expert_parallel_size,
-            "optimizer_parameters": {name: parameter.detach().clone() for name, parameter in outside.items()},
-        }
+        checkpoint[CHECKPOINT_KEY] = checkpoint_entry(outside, expert_parallel_size=self.expert_parallel_size)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
-        if len(states) != len(self._plain_optimizers()):
-            raise ValueError(
-                f"The checkpoint holds the state of {len(states)} optimizers and configure_optimizers made "
-                f"{len(self._plain_optimizers())}. Resume with the optimizers of the run that saved it (after spawn "
-                "and fork the main process has none: save in a callback), or load weights with load_from_checkpoint."
-            )
+        check_number_of_optimizers(states, self._plain_optimizers())
         outside = optimizer_only_parameters(self.lightning_module, self._plain_optimizers())
-        load_parameters(checkpoint.get(CHECKPOINT_KEY, {}).get("optimizer_parameters"), outside)
+        load_parameters(checkpoint.get(CHECKPOINT_KEY), outside)
         if self._experts is not None:
             pairs = zip(self._plain_optimizers(), states, strict=True)
             states = [self._experts.own_optimizer_state(optimizer, state) for optimizer, state in pairs]
@@ -426,25 +394,3 @@ class MoEClipStrategy(GuardedStrategy):
         if self._experts is not None and is_whole_run and self._trainer.state.status != TrainerStatus.INTERRUPTED:
             self._experts.gather()
         super().teardown()
-
-
-class _StandIn(torch.autograd.Function):
-    """A zero that sends zero cotangents through every recorded output, in place of a loss that is not there."""
-
-    @staticmethod
-    def forward(ctx: Any, zero: Tensor, *outputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*outputs)
-        return zero.clone()
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, ...]:
-        return (torch.zeros_like(cotangent), *(torch.zeros_like(output) for output in ctx.saved_tensors))
-
-
-def _dtype_named(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if not isinstance(dtype, str):
-        return dtype
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"gradient_dtype={dtype!r} is not a dtype of torch. Write 'bfloat16' or 'float32', or None.")
-    return found

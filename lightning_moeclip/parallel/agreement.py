@@ -4,12 +4,13 @@ A check that only some ranks fail must not leave the others waiting in the next 
 error here, and all of them raise.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar, cast
 
-import torch
 import torch.distributed as dist
 
-__all__ = ["gather_objects", "is_any", "raise_together"]
+__all__ = ["gather_objects", "raise_together", "together"]
 
 Value = TypeVar("Value")
 # types that another rank can build from a message alone, and that users catch by name
@@ -54,15 +55,16 @@ def raise_together(error: Exception | None) -> None:
     raise _SHARED_TYPES.get(kinds[0], RuntimeError)("\n".join(messages))
 
 
-def is_any(flag: bool, *, device: torch.device) -> bool:
-    """Whether the flag is set on any rank; every rank of the default group must call this.
+@contextmanager
+def together() -> Iterator[None]:
+    """Raise what the body raises on one rank on all of them; the body itself calls no collective.
 
-    Args:
-        flag: of this rank.
-        device: where the backend of the default group reduces.
+    Raises:
+        Exception: as in ``raise_together``.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return flag
-    count = torch.tensor(float(flag), device=device)
-    dist.all_reduce(count)
-    return bool(count.item() > 0)
+    found: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        found = error
+    raise_together(found)

@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -14,11 +15,13 @@ from lightning_moeclip.parallel.roles import ParamRole, spreadable_layers
 
 __all__ = [
     "check_at_least_one",
+    "check_equal_batch_counts",
     "check_no_foreign_slices",
     "check_one_optimizer_each",
     "check_same_on_all_ranks",
     "check_spreadable",
     "check_strided_gradients",
+    "dtype_named",
     "refuse_ddp_arguments",
     "warn_of_batch_norm",
     "warn_of_scale_decay",
@@ -48,6 +51,20 @@ def refuse_ddp_arguments(arguments: Mapping[str, object]) -> None:
     for name, value in arguments.items():
         advice = _DDP_ARGUMENTS.get(name, "no such argument: see help(MoEClipStrategy)")
         raise TypeError(f"MoEClipStrategy({name}={value!r}): gradients do not pass through torch's DDP; {advice}.")
+
+
+def dtype_named(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype of a ``gradient_dtype`` that may be a name.
+
+    Raises:
+        ValueError: torch has no such dtype.
+    """
+    if not isinstance(dtype, str):
+        return dtype
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"gradient_dtype={dtype!r} is not a dtype of torch. Write 'bfloat16' or 'float32', or None.")
+    return found
 
 
 def check_at_least_one(expert_parallel_size: int) -> None:
@@ -103,6 +120,28 @@ def check_one_optimizer_each(optimizers: Sequence[Optimizer], names: Mapping[int
                         f"{names.get(id(parameter), 'a parameter')} is in optimizer {first} and in optimizer {index}. "
                         "Each would step it with the same gradient: give it to one of them."
                     )
+
+
+def check_equal_batch_counts(stage: str, counts: Sequence[int | float]) -> None:
+    """Refuse loaders of different lengths; every rank of the default group must call this.
+
+    Args:
+        stage: "training", "validation" or "test".
+        counts: number of batches of each loader of this rank.
+
+    Raises:
+        RuntimeError: on every rank, when they differ.
+    """
+    by_rank = gather_objects(tuple(counts))
+    if len(set(by_rank)) == 1:
+        return
+    told = ", ".join(f"rank {rank}: {' + '.join(map(str, row))}" for rank, row in enumerate(by_rank))
+    limit = {"training": "train", "validation": "val"}.get(stage, stage)
+    raise RuntimeError(
+        f"The ranks have different numbers of {stage} batches ({told}), and each batch is a collective: the run "
+        "would hang at the end of the shortest. Give every rank the same number, with a sampler that pads or "
+        f"drops (torch.utils.data.DistributedSampler) or Trainer(limit_{limit}_batches=...)."
+    )
 
 
 def check_strided_gradients(module: nn.Module) -> None:

@@ -5,12 +5,14 @@ While the strategy records, layers and losses enter their outputs here, and the 
 zero cotangents through them in place of the missing loss.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["enter", "recording"]
+__all__ = ["enter", "recording", "stand_in"]
 
 _pages: list[list[Tensor]] = []
 
@@ -31,3 +33,19 @@ def recording() -> Iterator[list[Tensor]]:
         yield page
     finally:
         _pages.pop()
+
+
+def stand_in(outputs: Sequence[Tensor], *, device: torch.device) -> Tensor:
+    """A 0-d zero in place of a loss: its backward sends zero cotangents through ``outputs``, as the others' do."""
+    return _StandIn.apply(torch.zeros((), device=device, requires_grad=True), *outputs)
+
+
+class _StandIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, zero: Tensor, *outputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*outputs)
+        return zero.clone()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, ...]:
+        return (torch.zeros_like(cotangent), *(torch.zeros_like(output) for output in ctx.saved_tensors))

@@ -131,8 +131,20 @@ def _enter(address: tuple[str, str], rank: Rank, folder: Path, kwargs: dict) -> 
         torch.save(returned, folder / f"{rank.index}.pt")
     except BaseException:
         (folder / f"{rank.index}.txt").write_text(traceback.format_exc())
+        _wait_for_others(rank, folder, 1.0)
         os._exit(1)  # no atexit hook may wait for the other ranks
+    _wait_for_others(rank, folder, _GRACE_S)
     dist.destroy_process_group()
+
+
+def _wait_for_others(rank: Rank, folder: Path, seconds: float) -> None:
+    """Keep the store, which lives on rank 0, while the others still raise and clean up with it."""
+    if rank.index != 0:
+        return
+    deadline = time.monotonic() + seconds
+    reports = [{folder / f"{other}.pt", folder / f"{other}.txt"} for other in range(1, rank.world_size)]
+    while time.monotonic() < deadline and not all(any(map(Path.exists, paths)) for paths in reports):
+        time.sleep(0.002)
 
 
 def _join_world(rank: Rank, folder: Path) -> None:

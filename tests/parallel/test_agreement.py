@@ -1,7 +1,6 @@
 import pytest
-import torch
 
-from lightning_moeclip.parallel.agreement import gather_objects, is_any, raise_together
+from lightning_moeclip.parallel.agreement import gather_objects, raise_together, together
 from lightning_moeclip.testing import Rank, on_ranks
 
 
@@ -60,12 +59,10 @@ def test_without_errors_all_ranks_go_on(rank: Rank) -> None:
     assert gather_objects(rank.index) == [0, 1]
 
 
-@pytest.mark.parametrize(("flagged", "expected"), [(set(), False), ({1}, True), ({0, 1}, True)])
 @on_ranks(2)
-def test_flag_of_any_rank_is_seen_by_all(rank: Rank, flagged: set[int], expected: bool) -> None:
-    assert is_any(rank.index in flagged, device=torch.device("cpu")) is expected
-
-
-def test_flag_of_one_process_is_its_own() -> None:
-    assert is_any(True, device=torch.device("cpu"))
-    assert not is_any(False, device=torch.device("cpu"))
+def test_what_the_body_raises_on_one_rank_is_raised_on_all(rank: Rank) -> None:
+    with pytest.raises(IndexError if rank.index == 0 else RuntimeError, match="list index out of range"), together():
+        _ = [0][1 - rank.index]
+    with together():
+        pass
+    assert gather_objects(rank.index) == [0, 1]
