@@ -69,6 +69,14 @@ def moe_layer(
 ) -> Tensor:
     """Y = sum over the top_k experts e of w_e gelu(x w_in[e]) w_out[e], every expert computed for every token.
 
+    Args:
+        x_TD: [T, D], tokens.
+        router_ED: [E, D], row e gives the logit of expert e, without bias.
+        w_in_EDH: [E, D, H], first weights of the experts, applied from the right.
+        w_out_EHD: [E, H, D], second weights of the experts, applied from the right.
+        top_k: K, experts chosen per token, at most E.
+        normalize_topk: divide the weights of the chosen experts by their sum.
+
     Returns:
         [T, D]. ``w`` is the softmax over all experts, divided by its sum over the chosen ones if normalised.
     """
@@ -92,6 +100,14 @@ def router_logits_gradient(
     exact, w = p / sum_K p: dL/dz_j = 1[j in K] w_j (a_j - sum_K w_e a_e);
     compensated: the first with the rows of inactive experts times E / K;
     dense: p_j (a_j - sum over all e of p_e a_e), where a of an inactive expert is taken with its mean output.
+
+    Args:
+        logits_TE: [T, E], z.
+        chosen_TK: [T, K], int64, distinct ids of the chosen experts of each token, in any order.
+        alignment_TE: [T, E], a: product of the cotangent of a token's output with the output of each expert. Of
+            experts that were not chosen only the rule "dense" reads it.
+        normalize_topk: the weights of the chosen experts were divided by their sum; only the rule "exact" knows both.
+        rule: "exact", "compensated" or "dense".
 
     Returns:
         [T, E].

@@ -96,6 +96,7 @@ class MoEClipPrecision(Precision):
         self._has_spread_experts = False
         self._report: Callable[[GradReport], None] | None = None
         self._was_clipped = False
+        self._is_update_due = False
 
     def join(
         self,
@@ -163,6 +164,7 @@ class MoEClipPrecision(Precision):
 
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
+        self._settle_scale()
         return self._inner.pre_backward(tensor, module)
 
     @override
@@ -185,8 +187,16 @@ class MoEClipPrecision(Precision):
         self._unscale(optimizer)
         self._after_closure(model, optimizer)
         output = scaler.step(optimizer, **kwargs)
-        scaler.update()
+        # one scale for all optimizers of a step: with several it may change before the next backward at the earliest
+        self._is_update_due = True
+        if len(model.trainer.optimizers) == 1:
+            self._settle_scale()
         return output
+
+    def _settle_scale(self) -> None:
+        if self._is_update_due and self.scaler is not None:
+            self.scaler.update()
+        self._is_update_due = False
 
     @override
     def _clip_gradients(self, model: LightningModule, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -243,6 +253,7 @@ class MoEClipPrecision(Precision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        self._settle_scale()
         return self._inner.state_dict()
 
     @override

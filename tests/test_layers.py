@@ -29,13 +29,18 @@ COLLECTIVE_FILES = {
     "modules/global_batch.py",  # all exchanges of features and cotangents, for both losses
     "parallel/agreement.py",
     "state/canonical.py",
-    "testing/on_ranks.py",
 }
 COLLECTIVES = {
     "all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "all_to_all_single", "barrier",
     "broadcast", "broadcast_object_list", "reduce_scatter_tensor", "gather", "scatter", "monitored_barrier",
-    "all_gather_single", "reduce_scatter_single",
+    "all_gather_single", "reduce_scatter_single", "all_gather_coalesced", "all_reduce_coalesced", "all_to_all",
+    "gather_object", "reduce", "reduce_scatter", "scatter_object_list", "send", "recv", "isend", "irecv",
+    "batch_isend_irecv", "send_object_list", "recv_object_list",
 }  # fmt: skip
+
+
+GROUP_FILES = {"parallel/mesh.py", "testing/on_ranks.py"}
+GROUPS = {"new_group", "new_subgroups", "split_group", "init_process_group", "init_device_mesh"}
 
 
 def sources() -> dict[str, Path]:
@@ -97,11 +102,90 @@ def test_no_rooms_without_a_name() -> None:
     assert not [n for n in sources() if Path(n).stem in {"utils", "common", "helpers", "misc"}]
 
 
+def lines_with(names: set[str], source: str) -> list[int]:
+    """Lines that import or use one of ``names`` of torch.distributed, whatever the file calls either."""
+    tree = ast.parse(source)
+    bound: dict[str, str] = {}  # name in this file -> what it stands for
+    lines = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            bound |= {
+                a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names
+            }
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            bound |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+            if is_distributed(node.module) and {a.name for a in node.names} & (names | {"*"}):
+                lines.append(node.lineno)
+    for node in ast.walk(tree):
+        if (isinstance(node, ast.Attribute) and node.attr in names and is_distributed(spelled(node.value, bound))) or (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "getattr"
+            and is_distributed(spelled(node.args[0], bound))
+            # a name chosen while it runs may be any
+            and (not isinstance(node.args[1], ast.Constant) or node.args[1].value in names)
+        ):
+            lines.append(node.lineno)
+    return sorted(lines)
+
+
+def spelled(node: ast.expr, bound: dict[str, str]) -> str:
+    """Dotted name of an expression with the file's aliases resolved; empty for anything else."""
+    if isinstance(node, ast.Name):
+        return bound.get(node.id, "")
+    if isinstance(node, ast.Attribute) and (owner := spelled(node.value, bound)):
+        return f"{owner}.{node.attr}"
+    return ""
+
+
+def is_distributed(module: str) -> bool:
+    return f"{module}.".startswith("torch.distributed.")
+
+
 @pytest.mark.parametrize("name", sorted(sources()))
 def test_which_call_can_hang_is_answered_by_few_files(name: str) -> None:
-    if name in COLLECTIVE_FILES:
-        return
-    for node in ast.walk(ast.parse(sources()[name].read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in COLLECTIVES:
-            owner = node.func.value
-            assert not (isinstance(owner, ast.Name) and owner.id in {"dist", "distributed"}), f"{name}:{node.lineno}"
+    found = lines_with(COLLECTIVES, sources()[name].read_text())
+    assert not found or name in COLLECTIVE_FILES, f"{name} calls collectives in lines {found}"
+
+
+@pytest.mark.parametrize("name", sorted(sources()))
+def test_groups_are_made_in_one_file(name: str) -> None:
+    found = lines_with(GROUPS, sources()[name].read_text())
+    assert not found or name in GROUP_FILES, f"{name} makes groups in lines {found}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed as dist\ndist.all_reduce(x)",
+        "import torch.distributed as whatever\nwhatever.all_reduce(x)",
+        "import torch\ntorch.distributed.all_reduce(x)",
+        "import torch as t\nt.distributed.all_reduce(x)",
+        "import torch.distributed\ntorch.distributed.distributed_c10d.all_reduce(x)",
+        "from torch import distributed\ndistributed.all_reduce(x)",
+        "from torch import distributed as d\ncall = d.all_reduce",
+        "from torch.distributed import all_reduce",
+        "from torch.distributed import all_reduce as quietly",
+        "from torch.distributed.nn import all_reduce",
+        "from torch.distributed import *",
+        "def f():\n    from torch.distributed import distributed_c10d as c\n    c.all_reduce(x)",
+        "import torch.distributed as dist\ngetattr(dist, name)(x)",
+    ],
+)
+def test_collective_is_seen_under_any_name(source: str) -> None:
+    assert lines_with(COLLECTIVES, source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed as dist\ndist.get_rank()",
+        "from torch.distributed import ProcessGroup",
+        "accelerator.broadcast(x)",
+        "torch.broadcast(x)",
+        "self.trainer.strategy.barrier()",
+        "from torch import gather\nimport torch\ntorch.gather(x, 0, i)",
+    ],
+)
+def test_what_is_no_collective_is_left_alone(source: str) -> None:
+    assert not lines_with(COLLECTIVES, source)
