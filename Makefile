@@ -1,4 +1,4 @@
-# make train: environment, install, the example. make test: environment, install, the tests. Nothing else is needed.
+# make train: environment, install, the example on all GPUs or two CPU ranks. make test: environment, install, the tests. Nothing else is needed.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -15,7 +15,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 train: $(READY)
-	$(BIN)/python examples/train_clip_moe.py --devices 2 --expert-parallel-size 2
+	$(BIN)/python examples/train_clip_moe.py
 
 test: $(READY)
 	$(BIN)/python -m pytest

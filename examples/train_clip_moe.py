@@ -2,7 +2,7 @@
 
     python examples/train_clip_moe.py --devices 2 --expert-parallel-size 2
 
-Uses GPUs when there are as many as ``--devices``, else one CPU process per device. The last line that it prints is
+Uses GPUs in bfloat16 when there are as many as ``--devices``, else one CPU process per device. The last line that it prints is
 JSON: recall on the pairs held out from training, the mean loss of the last epoch, seconds, and the checkpoint.
 """
 
@@ -28,7 +28,9 @@ warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=2, help="ranks")
+    parser.add_argument(
+        "--devices", type=int, default=torch.cuda.device_count() or 2, help="ranks (all GPUs, or two CPU processes)"
+    )
     parser.add_argument("--expert-parallel-size", type=int, help="ranks that share out the experts (as many as fit)")
     parser.add_argument("--epochs", type=int, default=30, help="passes over the data, also the learning rate's length")
     parser.add_argument("--max-steps", type=int, help="stop after so many steps, as if interrupted")
