@@ -1,4 +1,5 @@
-# make train: environment, install, the example on all GPUs or two CPU ranks. make test: environment, install, the tests. Nothing else is needed.
+# make train: environment, install, the example on all GPUs or two CPU ranks. make test: environment, install, the tests.
+# Nothing else is needed.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

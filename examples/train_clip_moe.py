@@ -2,8 +2,8 @@
 
     python examples/train_clip_moe.py --devices 2 --expert-parallel-size 2
 
-Uses GPUs in bfloat16 when there are as many as ``--devices``, else one CPU process per device. The last line that it prints is
-JSON: recall on the pairs held out from training, the mean loss of the last epoch, seconds, and the checkpoint.
+Uses GPUs in bfloat16 when there are as many as ``--devices``, else one CPU process per device. The last line that it
+prints is JSON: recall on the pairs held out from training, mean loss of the last epoch, seconds, and the checkpoint.
 """
 
 import argparse

@@ -121,6 +121,7 @@ class FailureWatch:
         self._stuck_since: float | None = None
         self._is_inside = True
         self._is_starting = True
+        self._is_publishing = False
         self._has_rank_0_left = False
         self._lost = 0
         self._quit = threading.Event()
@@ -148,6 +149,7 @@ class FailureWatch:
         Returns:
             The error to raise instead, when another rank failed first and ``error`` only says that it is gone.
         """
+        self._is_publishing = True
         own = first = Failure.of(self.rank, error)
         with suppress(RuntimeError):  # the store is gone: everybody sees that
             store = self._store or self._connect()
@@ -194,7 +196,8 @@ class FailureWatch:
             except RuntimeError:
                 self._store = None
                 self._lost += 1
-            if self._lost >= LOST_POLLS and self.failure is None:
+            # a rank that has a cause to tell must not report that the store went first
+            if self._lost >= LOST_POLLS and self.failure is None and not self._is_publishing:
                 if self._has_rank_0_left:
                     return
                 self.seen = Failure(0, "no answer: the store of the process group is gone")
