@@ -181,6 +181,7 @@ class GuardedStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save as always; after a failure anywhere, this rank's own shard beside ``filepath``, gathering nothing."""
         if not self.has_failed:
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return

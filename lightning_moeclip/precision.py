@@ -171,6 +171,7 @@ class MoEClipPrecision(Precision):
     def optimizer_step(
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
+        """Backward, unscale, agree on overflow, the user's hooks, clip, step; all ranks step or none."""
         scaler = self.scaler
         if scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
@@ -221,6 +222,7 @@ class MoEClipPrecision(Precision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
+        """Clip by the norm over all ranks, or by value; gradients are unscaled first."""
         if clip_val <= 0:
             return
         self._was_clipped = True

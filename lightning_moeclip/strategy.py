@@ -165,6 +165,7 @@ class MoEClipStrategy(GuardedStrategy):
 
     @override
     def setup(self, trainer: Any) -> None:
+        """Make everything ready for fit; outside fit experts are whole and nothing is reduced."""
         if trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
             return
@@ -210,6 +211,7 @@ class MoEClipStrategy(GuardedStrategy):
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:
+        """Make the optimizers, then the plan and the buckets; compares both over ranks."""
         super().setup_optimizers(trainer)
         self._adopt_optimizer_parameters()
         if self._corridor is not None:
@@ -264,6 +266,7 @@ class MoEClipStrategy(GuardedStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step; where it returns None on this rank, a zero stands in for the missing loss."""
         self._is_stand_in = self._is_spoiled = False
         if self._corridor is not None:
             self._corridor.begin_step()
@@ -288,6 +291,7 @@ class MoEClipStrategy(GuardedStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward and reduction: ``on_after_backward`` sees reduced gradients, still scaled by the loss scale."""
         module = self.lightning_module
         corridor = self._corridor
         assert corridor is not None, "backward outside fit"
@@ -323,6 +327,7 @@ class MoEClipStrategy(GuardedStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
+        """Sum gradients on this rank alone while the body runs, as for all but the last micro-batch of a step."""
         reducer = None if self._corridor is None else self._corridor.reducer
         if reducer is None:
             yield
