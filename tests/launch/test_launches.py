@@ -70,7 +70,15 @@ class Launch:
             environments = [env | tasks | rank for rank in ranks]
         with self.log.open("w") as log:
             self.processes = [
-                subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=folder, start_new_session=True)
+                subprocess.Popen(
+                    command,
+                    env=env,
+                    stdout=log,
+                    stderr=log,
+                    cwd=folder,
+                    start_new_session=True,
+                    preexec_fn=hear_ctrl_c,
+                )
                 for env in environments
             ]
 
@@ -109,6 +117,11 @@ class Launch:
             if is_running(pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+
+def hear_ctrl_c() -> None:
+    """As a program that a person starts: a shell's background job, and what it starts, ignores SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture
