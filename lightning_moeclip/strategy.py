@@ -185,8 +185,6 @@ class MoEClipStrategy(GuardedStrategy):
     def configure_ddp(self) -> None:
         """Give every rank the same weights, then its own experts; runs before the optimizers are made."""
         module = self.lightning_module
-        described = [f"{n} {list(p.shape)} {p.dtype}" for n, p in module.named_parameters()]
-        checks.check_same_on_all_ranks(described, what="The model")
         with together():
             checks.check_strided_gradients(module)
             read_roles(module, self._settings.towers)
@@ -195,7 +193,7 @@ class MoEClipStrategy(GuardedStrategy):
             self._check_no_foreign_slices()
         if self.world_size > 1:
             checks.warn_of_batch_norm(module)
-        broadcast_state(self.lightning_module, self.mesh)
+        broadcast_state(module, self.mesh)
         if self._experts is not None:
             for root in [module, *self._copies_in_callbacks()]:
                 self._experts.spread(root)

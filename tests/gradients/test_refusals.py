@@ -113,6 +113,12 @@ class GradientFromBefore(Net):
             self.head.weight.grad = torch.zeros_like(self.head.weight)
 
 
+class AnotherBuffer(Net):
+    def build(self, rank: int) -> None:
+        super().build(rank)
+        self.register_buffer("seen", torch.zeros(2 + rank))
+
+
 FAULTS: dict[str, tuple[Callable[[int], Net], dict, str, str]] = {
     "shape": (
         AnotherShape,
@@ -123,6 +129,7 @@ FAULTS: dict[str, tuple[Callable[[int], Net], dict, str, str]] = {
     "dtype": (AnotherType, {}, "RuntimeError", r"rank 1 has 'head\.weight \[4, 4\] torch\.float32'"),
     "order": (AnotherOrder, {}, "RuntimeError", r"rank 0 has 'head\.weight.*rank 1 has 'tail\.weight"),
     "one more": (OneMore, {}, "RuntimeError", r"rank 0 has 'nothing', rank 1 has 'extra\.weight"),
+    "buffer": (AnotherBuffer, {}, "RuntimeError", r"rank 0 has 'seen \[2\].*rank 1 has 'seen \[3\]"),
     "frozen": (FrozenOnOneRank, {}, "RuntimeError", r"set of trainable parameters differs.*head\.weight"),
     "thaws": (ThawsOnOneRank, {}, "RuntimeError", r"set of trainable parameters differs.*head\.weight"),
     "thaws in manual": (
@@ -160,6 +167,22 @@ def told(rank: Rank) -> dict[str, str]:
         except (RuntimeError, TypeError, ValueError) as error:
             errors[name] = f"{type(error).__name__}: {error}"
     return errors
+
+
+@on_ranks(2)
+def told_in_validation(rank: Rank) -> str:
+    net = AnotherShape(rank.index)
+    net.validation_step = net.training_step
+    try:
+        trainer().validate(net, share_of(BATCHES, rank), verbose=False)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_models_that_differ_are_refused_outside_fit_too() -> None:
+    for error in told_in_validation.launch():
+        assert re.search(r"The model differs between ranks.*rank 0 has 'head\.weight \[4, 4\]", error), error
 
 
 @functools.cache
