@@ -24,7 +24,7 @@ from lightning_moeclip.binding import (
 )
 from lightning_moeclip.gradients.clipping import GradientClipper
 from lightning_moeclip.gradients.report import GradReport
-from lightning_moeclip.gradients.scaling import AgreedGradScaler
+from lightning_moeclip.gradients.scaling import AgreedGradScaler, LossScaling, ScalingSettings
 
 __all__ = ["MoEClipPrecision"]
 
@@ -39,19 +39,42 @@ class MoEClipPrecision(Precision):
     Args:
         precision: one of Lightning's precision names.
         device: device type of autocast and of the scaler; "auto" takes CUDA when there is one.
+        loss_scaling: "unified" scales the loss by one number; "local" gives regions a factor of their own on top of
+            it, for a part of the model whose float16 gradients vanish or overflow where those of the rest do not.
+        regions: paths of the modules that have a factor of their own under "local"; None takes projection heads and
+            the experts of each layer.
+        init_scale: first loss scale; a power of two under "local", where multiplying by it is exact.
+        growth_interval: steps without overflow after which a scale is doubled.
+        master_weights: keep a float32 copy of every 16-bit parameter for the optimizer, and sum its gradients in
+            float32.
 
     Raises:
-        ValueError: unknown precision.
+        ValueError: unknown precision, or a scale or interval out of its range.
     """
 
-    def __init__(self, precision: PrecisionName, *, device: str = "auto") -> None:
+    def __init__(
+        self,
+        precision: PrecisionName,
+        *,
+        device: str = "auto",
+        loss_scaling: LossScaling = "unified",
+        regions: Sequence[str] | None = None,
+        init_scale: float = 2.0**16,
+        growth_interval: int = 2000,
+        master_weights: bool = False,
+    ) -> None:
+        settings = ScalingSettings(
+            loss_scaling, None if regions is None else tuple(regions), float(init_scale), growth_interval
+        )
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        # float16 gradients are summed in float32 where there are masters; stock "16-true" has nowhere to unscale them
+        is_scaled = precision == "16-mixed" or (precision == "16-true" and master_weights)
+        scaler = AgreedGradScaler(kind, settings) if is_scaled else None
         if precision == "32-true":
             inner = Precision()
         elif precision == "64-true":
             inner = DoublePrecision()
         elif precision in ("16-mixed", "bf16-mixed"):
-            scaler = AgreedGradScaler(device=kind) if precision == "16-mixed" else None
             inner = MixedPrecision(precision, kind, scaler)
         elif precision in ("16-true", "bf16-true"):
             inner = HalfPrecision(precision)
@@ -60,7 +83,7 @@ class MoEClipPrecision(Precision):
                 f"MoEClipPrecision(precision={precision!r}): no such precision. Use one of '32-true', '64-true', "
                 "'16-mixed', 'bf16-mixed', '16-true', 'bf16-true'."
             )
-        self._wrap(inner)
+        self._wrap(inner, scaler, settings, master_weights=master_weights)
 
     @classmethod
     def upgrade(cls, plugin: Precision) -> "MoEClipPrecision":
@@ -80,18 +103,24 @@ class MoEClipPrecision(Precision):
                 "the gradient's steps itself, so your overrides would be lost. Derive the class from MoEClipPrecision, "
                 "or write Trainer(precision=...)."
             )
-        upgraded = cls.__new__(cls)
         scaler = getattr(plugin, "scaler", None)
         if scaler is not None and not isinstance(scaler, AgreedGradScaler):
-            agreed = AgreedGradScaler(device=plugin.device)
+            agreed = AgreedGradScaler(plugin.device)
             agreed.load_state_dict(scaler.state_dict())
-            plugin.scaler = agreed
-        upgraded._wrap(plugin)
+            plugin.scaler = scaler = agreed
+        upgraded = cls.__new__(cls)
+        upgraded._wrap(plugin, scaler, ScalingSettings(), master_weights=False)
         return upgraded
 
-    def _wrap(self, inner: Precision) -> None:
+    def _wrap(
+        self, inner: Precision, scaler: AgreedGradScaler | None, settings: ScalingSettings, *, master_weights: bool
+    ) -> None:
         self._inner = inner
+        self._scaler = scaler
+        self._settings = settings
         self.precision = inner.precision
+        self.has_master_weights = master_weights
+        self._originals: dict[int, Tensor] = {}
         self._clipper: Callable[[], GradientClipper | None] | None = None
         self._has_spread_experts = False
         self._report: Callable[[GradReport], None] | None = None
@@ -117,17 +146,36 @@ class MoEClipPrecision(Precision):
         self._clipper = clipper
         self._has_spread_experts = has_spread_experts
         self._report = report
-        if isinstance(self.scaler, AgreedGradScaler):
-            self.scaler.group = group
+        if self._scaler is not None:
+            self._scaler.group = group
 
     @property
-    def scaler(self) -> "torch.amp.GradScaler | None":
+    def scaler(self) -> AgreedGradScaler | None:
         """The loss scaler; None where the precision needs no scaling."""
-        return getattr(self._inner, "scaler", None)
+        return self._scaler
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return self._inner.convert_module(module)
+        """Cast the module as Lightning does; in half precision 0-d tensors, such as a temperature, keep their dtype.
+
+        A 0-d float32 tensor does not widen the 16-bit ones that it is multiplied with, and in 16 bits it would move in
+        steps too coarse to learn.
+        """
+        if not isinstance(self._inner, HalfPrecision):
+            return self._inner.convert_module(module)
+        before = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
+        converted = self._inner.convert_module(module)
+        for tensor, original in before:
+            if tensor.ndim == 0:
+                tensor.data = original
+        if self.has_master_weights:
+            self._originals = {id(p): data for p, data in before if p.dtype != data.dtype and p.requires_grad}
+        return converted
+
+    def take_originals(self) -> dict[int, Tensor]:
+        """Values of parameters before the last cast to 16 bits, by id; they are handed over, not kept."""
+        originals, self._originals = self._originals, {}
+        return originals
 
     def convert_parameter(self, parameter: Tensor) -> None:
         """Give a parameter that no module holds the dtype of those that one does, in place.
@@ -165,7 +213,9 @@ class MoEClipPrecision(Precision):
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
         self._settle_scale()
-        return self._inner.pre_backward(tensor, module)
+        if self._scaler is not None:
+            tensor = self._scaler.scale(tensor)
+        return super().pre_backward(tensor, module)
 
     @override
     def optimizer_step(
@@ -195,8 +245,8 @@ class MoEClipPrecision(Precision):
         return output
 
     def _settle_scale(self) -> None:
-        if self._is_update_due and self.scaler is not None:
-            self.scaler.update()
+        if self._is_update_due and self._scaler is not None:
+            self._scaler.update()
         self._is_update_due = False
 
     @override
@@ -250,17 +300,19 @@ class MoEClipPrecision(Precision):
     def _unscale(self, optimizer: Optimizer) -> None:
         # LightningOptimizer, which manual optimization hands out, stands for the one that was stepped
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if isinstance(self.scaler, AgreedGradScaler):
-            self.scaler.unscale_once(plain)
+        if self._scaler is not None:
+            self._scaler.unscale_once(plain)
 
     @override
     def state_dict(self) -> dict[str, Any]:
         self._settle_scale()
-        return self._inner.state_dict()
+        return {} if self._scaler is None else self._scaler.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._inner.load_state_dict(state_dict)
+        self._is_update_due = False  # of the steps that are left behind
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state_dict)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -1,6 +1,8 @@
 """A gradient scaler whose decision to skip is one for the world."""
 
-from typing import Any
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -9,7 +11,40 @@ from torch.optim import Optimizer
 
 from lightning_moeclip.gradients.collectives import sum_over
 
-__all__ = ["AgreedGradScaler"]
+__all__ = ["AgreedGradScaler", "LossScaling", "ScalingSettings"]
+
+LossScaling = Literal["unified", "local"]
+
+
+@dataclass(frozen=True)
+class ScalingSettings:
+    """What a user chose about loss scales.
+
+    Attributes:
+        loss_scaling: "unified" or "local".
+        regions: module paths with a factor of their own; None takes the default ones.
+        init_scale: first scale.
+        growth_interval: steps without overflow after which a scale is doubled.
+    """
+
+    loss_scaling: LossScaling = "unified"
+    regions: tuple[str, ...] | None = None
+    init_scale: float = 2.0**16
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        if self.loss_scaling not in ("unified", "local"):
+            raise ValueError(f'loss_scaling={self.loss_scaling!r} must be "unified" (the default) or "local".')
+        if not (self.init_scale > 0 and math.isfinite(self.init_scale)):
+            raise ValueError(f"init_scale={self.init_scale} must be a positive number. The default is 2.0**16.")
+        if self.loss_scaling == "local" and math.frexp(self.init_scale)[0] != 0.5:
+            nearest = 2.0 ** round(math.log2(self.init_scale))
+            raise ValueError(
+                f"init_scale={self.init_scale} must be a power of two with loss_scaling='local': regions multiply and "
+                f"divide by their scales, which only powers of two do without rounding. Use init_scale={nearest:g}."
+            )
+        if self.growth_interval < 1:
+            raise ValueError(f"growth_interval={self.growth_interval} must be at least 1. The default is 2000.")
 
 
 class AgreedGradScaler(torch.amp.GradScaler):
@@ -23,6 +58,11 @@ class AgreedGradScaler(torch.amp.GradScaler):
     """
 
     group: dist.ProcessGroup | None = None
+
+    def __init__(self, device: str = "cuda", settings: ScalingSettings | None = None) -> None:
+        settings = ScalingSettings() if settings is None else settings
+        super().__init__(device, init_scale=settings.init_scale, growth_interval=settings.growth_interval)
+        self.settings = settings
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale and agree on whether any rank found a non-finite one."""

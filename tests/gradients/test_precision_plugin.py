@@ -66,4 +66,9 @@ def test_precision_is_given_and_the_rest_is_named() -> None:
     assert {n: (p.kind.name, p.default) for n, p in parameters.items()} == {
         "precision": ("POSITIONAL_OR_KEYWORD", inspect.Parameter.empty),
         "device": ("KEYWORD_ONLY", "auto"),
+        "loss_scaling": ("KEYWORD_ONLY", "unified"),
+        "regions": ("KEYWORD_ONLY", None),
+        "init_scale": ("KEYWORD_ONLY", 2**16),
+        "growth_interval": ("KEYWORD_ONLY", 2000),
+        "master_weights": ("KEYWORD_ONLY", False),
     }
