@@ -1,11 +1,6 @@
-"""The door between gradients and the optimizer: unscale, agree on overflow, clip once over all ranks, step.
+"""The door between gradients and the optimizer: unscale, agree on overflow, clip once over all ranks, step."""
 
-``MoEClipPrecision`` wraps the plugin that Lightning makes for a precision string: casts and contexts are Lightning's,
-the decisions of a step are ours.
-"""
-
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,9 +17,13 @@ from lightning_moeclip.binding import (
     MixedPrecision,
     Precision,
 )
+from lightning_moeclip.casts import CastingPrecision
 from lightning_moeclip.gradients.clipping import GradientClipper
-from lightning_moeclip.gradients.report import GradReport
+from lightning_moeclip.gradients.local_scaling import LocalScaling
+from lightning_moeclip.gradients.region_scales import RegionScales
 from lightning_moeclip.gradients.scaling import AgreedGradScaler, LossScaling, ScalingSettings
+from lightning_moeclip.parallel.checks import warn_on_first_rank
+from lightning_moeclip.parallel.roles import Towers
 
 __all__ = ["MoEClipPrecision"]
 
@@ -33,7 +32,7 @@ _STOCK = (Precision, MixedPrecision, DoublePrecision, HalfPrecision)
 _STOCK_STATE = "MixedPrecision"
 
 
-class MoEClipPrecision(Precision):
+class MoEClipPrecision(CastingPrecision):
     """Precision plugin whose norm, clip factor and skip decision are the same on all ranks.
 
     Args:
@@ -115,17 +114,53 @@ class MoEClipPrecision(Precision):
     def _wrap(
         self, inner: Precision, scaler: AgreedGradScaler | None, settings: ScalingSettings, *, master_weights: bool
     ) -> None:
-        self._inner = inner
+        self._wrap_casts(inner, keeps_originals=master_weights)
         self._scaler = scaler
         self._settings = settings
-        self.precision = inner.precision
         self.has_master_weights = master_weights
-        self._originals: dict[int, Tensor] = {}
         self._clipper: Callable[[], GradientClipper | None] | None = None
         self._has_spread_experts = False
-        self._report: Callable[[GradReport], None] | None = None
+        self._note: Callable[[Mapping[str, Any]], None] = lambda _: None
+        self._is_joined = False
+        self._regions: LocalScaling | None = None
         self._was_clipped = False
         self._is_update_due = False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether regions have factors of their own: asked for, and the precision scales its loss at all."""
+        return self._scaler is not None and self._settings.loss_scaling == "local"
+
+    def open_regions(self, module: nn.Module, *, towers: Towers | None, device: torch.device) -> None:
+        """Put boundaries around the regions of ``module``; called by the strategy before the first forward of a fit.
+
+        Args:
+            module: the user's module.
+            towers: module paths by tower.
+            device: of the module.
+
+        Raises:
+            ValueError: the regions cannot be bounded.
+        """
+        ignored = self._settings.ignored_by(self.precision, is_scaled=self._scaler is not None)
+        if ignored is not None:
+            warn_on_first_rank(ignored)
+        self.close_regions()
+        if self.is_local:
+            settings = self._settings
+            self._regions = LocalScaling(
+                module, settings.regions, towers=towers, growth_interval=settings.growth_interval, device=device
+            )
+
+    def close_regions(self) -> None:
+        """Take the boundaries away."""
+        if self._regions is not None:
+            self._regions.detach()
+        self._regions = None
+
+    def divisors(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """Factors, 0-d each and changed in place, by which gradients inside regions are too large."""
+        return {} if self._regions is None else self._regions.divisors(parameters)
 
     def join(
         self,
@@ -133,7 +168,8 @@ class MoEClipPrecision(Precision):
         *,
         group: torch.distributed.ProcessGroup | None,
         has_spread_experts: bool,
-        report: Callable[[GradReport], None],
+        note: Callable[[Mapping[str, Any]], None],
+        stepped: Iterable[tuple[nn.Parameter, nn.Parameter]],
     ) -> None:
         """Connect to the ranks of a run; called by the strategy when the plan is made.
 
@@ -141,13 +177,28 @@ class MoEClipPrecision(Precision):
             clipper: norm over all ranks, asked for in each step; None clips as one process does.
             group: ranks that agree on overflow.
             has_spread_experts: a norm over this rank's parameters alone is wrong.
-            report: is told norm and clip factor of each clipped step.
+            note: is told fields of the ``GradReport`` that a step changes.
+            stepped: parameter of the module, and the one that an optimizer steps in its place.
         """
         self._clipper = clipper
         self._has_spread_experts = has_spread_experts
-        self._report = report
-        if self._scaler is not None:
-            self._scaler.group = group
+        self._note = note
+        self._is_joined = True
+        if self._scaler is not None and self._regions is not None:
+            self._scaler.join(group, self._regions.scales, self._regions.rows(stepped))
+        elif self._scaler is not None:
+            device = next((held.device for _, held in stepped), "cpu")
+            self._scaler.join(group, RegionScales(growth_interval=self._settings.growth_interval, device=device), {})
+
+    @override
+    def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
+        if optimizers and not self._is_joined and (self.is_local or self.has_master_weights):
+            setting = "loss_scaling='local'" if self.is_local else "master_weights=True"
+            raise ValueError(
+                f"MoEClipPrecision({setting}) needs the gradient buckets of MoEClipStrategy. Write "
+                "Trainer(strategy=MoEClipStrategy(), plugins=[MoEClipPrecision(...)])."
+            )
+        return super().connect(model, optimizers, lr_schedulers)
 
     @property
     def scaler(self) -> AgreedGradScaler | None:
@@ -155,64 +206,10 @@ class MoEClipPrecision(Precision):
         return self._scaler
 
     @override
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast the module as Lightning does; in half precision 0-d tensors, such as a temperature, keep their dtype.
-
-        A 0-d float32 tensor does not widen the 16-bit ones that it is multiplied with, and in 16 bits it would move in
-        steps too coarse to learn.
-        """
-        if not isinstance(self._inner, HalfPrecision):
-            return self._inner.convert_module(module)
-        before = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
-        converted = self._inner.convert_module(module)
-        for tensor, original in before:
-            if tensor.ndim == 0:
-                tensor.data = original
-        if self.has_master_weights:
-            self._originals = {id(p): data for p, data in before if p.dtype != data.dtype and p.requires_grad}
-        return converted
-
-    def take_originals(self) -> dict[int, Tensor]:
-        """Values of parameters before the last cast to 16 bits, by id; they are handed over, not kept."""
-        originals, self._originals = self._originals, {}
-        return originals
-
-    def convert_parameter(self, parameter: Tensor) -> None:
-        """Give a parameter that no module holds the dtype of those that one does, in place.
-
-        A 0-d one, such as a temperature, keeps its dtype in half precision.
-        """
-        if parameter.ndim == 0 and isinstance(self._inner, HalfPrecision):
-            return
-        holder = nn.Module()
-        holder.value = nn.Parameter(parameter.data, requires_grad=False)
-        parameter.data = self._inner.convert_module(holder).value.data
-
-    @override
-    def convert_input(self, data: Any) -> Any:
-        return self._inner.convert_input(data)
-
-    @override
-    def convert_output(self, data: Any) -> Any:
-        return self._inner.convert_output(data)
-
-    @override
-    def tensor_init_context(self) -> Any:
-        return self._inner.tensor_init_context()
-
-    @override
-    def module_init_context(self) -> Any:
-        return self._inner.module_init_context()
-
-    @override
-    @contextmanager
-    def forward_context(self) -> Generator[None, None, None]:
-        with self._inner.forward_context():
-            yield
-
-    @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
         self._settle_scale()
+        if self._regions is not None:
+            self._regions.check(tensor)
         if self._scaler is not None:
             tensor = self._scaler.scale(tensor)
         return super().pre_backward(tensor, module)
@@ -247,6 +244,7 @@ class MoEClipPrecision(Precision):
     def _settle_scale(self) -> None:
         if self._is_update_due and self._scaler is not None:
             self._scaler.update()
+            self._note({"loss_scales": self._scaler.report()})
         self._is_update_due = False
 
     @override
@@ -293,8 +291,7 @@ class MoEClipPrecision(Precision):
         if clipper is None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         norm, factor = clipper.clip(parameters, max_norm)
-        if self._report is not None:
-            self._report(GradReport(total_norm=norm, clip_factor=factor))
+        self._note({"total_norm": norm, "clip_factor": factor})
         return norm
 
     def _unscale(self, optimizer: Optimizer) -> None:
@@ -322,7 +319,8 @@ class MoEClipPrecision(Precision):
 
     @override
     def teardown(self) -> None:
-        self._inner.teardown()
+        self.close_regions()
+        super().teardown()
 
 
 def _versions(parameters: Any) -> list[tuple[int, int]]:

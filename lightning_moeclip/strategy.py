@@ -6,6 +6,7 @@ injection, ``sync_dist``, ``torch.compile``) and puts the package's own reductio
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import SyncPlan
 from lightning_moeclip.parallel.roles import Towers, read_roles, undecayed_parameters
 from lightning_moeclip.precision import MoEClipPrecision
+from lightning_moeclip.scale_log import ScaleLog
 from lightning_moeclip.state.broadcast import broadcast_buffers, broadcast_state
 from lightning_moeclip.state.canonical import SpreadExperts, spread_names
 from lightning_moeclip.state.optimizer_parameters import (
@@ -113,6 +115,7 @@ class MoEClipStrategy(GuardedStrategy):
         self._corridor: GradientCorridor | None = None
         self._is_stand_in = self._is_spoiled = False
         self.report = GradReport()
+        self._scale_log = ScaleLog()
 
     # -- values for the user
 
@@ -166,6 +169,7 @@ class MoEClipStrategy(GuardedStrategy):
     @override
     def setup(self, trainer: Any) -> None:
         """Make everything ready for fit; outside fit experts are whole and nothing is reduced."""
+        checks.warn_of_two_precisions(trainer._accelerator_connector._precision_flag, self.precision_plugin.precision)
         if trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
             return
@@ -194,6 +198,8 @@ class MoEClipStrategy(GuardedStrategy):
         if self.world_size > 1:
             checks.warn_of_batch_norm(module)
         broadcast_state(module, self.mesh)
+        with together():
+            self.precision_plugin.open_regions(module, towers=self._settings.towers, device=self.root_device)
         if self._experts is not None:
             for root in [module, *self._copies_in_callbacks()]:
                 self._experts.spread(root)
@@ -218,6 +224,14 @@ class MoEClipStrategy(GuardedStrategy):
         names = {id(p): name for name, p in module.named_parameters()}
         checks.check_one_optimizer_each(optimizers, names)
         roles = read_roles(module, self._settings.towers)
+        held = {names.get(id(p)): p for o in optimizers for group in o.param_groups for p in group["params"]}
+        with together():
+            checks.check_16_bit_parameters(
+                {name: p for name, p in held.items() if name is not None},
+                roles,
+                has_masters=self.precision_plugin.has_master_weights,
+                is_scaled=self.precision_plugin.scaler is not None,
+            )
         checks.warn_of_scale_decay(optimizers, names, roles, undecayed_parameters(module))
         self._corridor = GradientCorridor(
             module,
@@ -232,7 +246,8 @@ class MoEClipStrategy(GuardedStrategy):
             self._corridor_clipper,
             group=self.mesh.gradient_groups["dp"],
             has_spread_experts=self._experts is not None,
-            report=self._note_clipping,
+            note=self._note,
+            stepped=[(p, p) for o in optimizers for group in o.param_groups for p in group["params"]],
         )
 
     def _corridor_clipper(self) -> Any:
@@ -309,11 +324,18 @@ class MoEClipStrategy(GuardedStrategy):
         return closure_loss
 
     def _note_reduction(self, attendance: Attendance) -> None:
-        self.report = GradReport(attendance)
+        self.report = GradReport(attendance, loss_scales=self.report.loss_scales)
         self.end_if_terminated(attendance.is_termination_requested)
 
-    def _note_clipping(self, clipped: GradReport) -> None:
-        self.report = GradReport(self.report.attendance, clipped.total_norm, clipped.clip_factor)
+    def _note(self, fields: Mapping[str, Any]) -> None:
+        self.report = replace(self.report, **fields)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """One step of an optimizer, after which scales and their rates are logged where Lightning logs."""
+        output = super().optimizer_step(optimizer, *args, **kwargs)
+        self._scale_log.write(self._trainer, self.report.loss_scales)
+        return output
 
     @override
     def agree_on_termination(self) -> None:

@@ -1,10 +1,11 @@
 """What a step's gradients were, as frozen values for those who look on."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-__all__ = ["Attendance", "GradReport"]
+__all__ = ["Attendance", "GradReport", "LossScale"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,21 @@ class Attendance:
 
 
 @dataclass(frozen=True)
+class LossScale:
+    """Loss scale of a region, and how its gradients fare in 16 bits; 0-d tensors on the device.
+
+    Attributes:
+        scale: by which number the gradients inside were multiplied in the last step.
+        overflow_rate: share of all steps so far that were skipped and blamed on it.
+        underflow_rate: share of exact zeros among its gradients when they were last counted; NaN before.
+    """
+
+    scale: Tensor
+    overflow_rate: Tensor
+    underflow_rate: Tensor
+
+
+@dataclass(frozen=True)
 class GradReport:
     """Gradients of the last optimizer step, after reduction.
 
@@ -34,8 +50,10 @@ class GradReport:
         total_norm: 0-d, float32 at least: norm over all ranks before clipping, each logical parameter once; None when
             the step was not clipped by norm.
         clip_factor: 0-d: what the gradients were multiplied by; None like ``total_norm``.
+        loss_scales: by region, "model" for what is in none; empty where the precision needs no scaling.
     """
 
     attendance: Attendance | None = None
     total_norm: Tensor | None = None
     clip_factor: Tensor | None = None
+    loss_scales: Mapping[str, LossScale] = field(default_factory=dict)

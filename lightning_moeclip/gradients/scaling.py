@@ -1,15 +1,19 @@
 """A gradient scaler whose decision to skip is one for the world."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from lightning_moeclip.gradients.collectives import sum_over
+from lightning_moeclip.gradients.region_scales import BAD, NUM_FIELDS, NUM_ZEROS, SIZE, RegionScales
+from lightning_moeclip.gradients.report import LossScale
 
 __all__ = ["AgreedGradScaler", "LossScaling", "ScalingSettings"]
 
@@ -37,32 +41,79 @@ class ScalingSettings:
             raise ValueError(f'loss_scaling={self.loss_scaling!r} must be "unified" (the default) or "local".')
         if not (self.init_scale > 0 and math.isfinite(self.init_scale)):
             raise ValueError(f"init_scale={self.init_scale} must be a positive number. The default is 2.0**16.")
-        if self.loss_scaling == "local" and math.frexp(self.init_scale)[0] != 0.5:
-            nearest = 2.0 ** round(math.log2(self.init_scale))
-            raise ValueError(
-                f"init_scale={self.init_scale} must be a power of two with loss_scaling='local': regions multiply and "
-                f"divide by their scales, which only powers of two do without rounding. Use init_scale={nearest:g}."
-            )
+        if self.loss_scaling == "local":
+            _check_power_of_two(self.init_scale, given=f"init_scale={self.init_scale}")
         if self.growth_interval < 1:
             raise ValueError(f"growth_interval={self.growth_interval} must be at least 1. The default is 2000.")
+
+    def ignored_by(self, precision: str, *, is_scaled: bool) -> str | None:
+        """What to say of settings that do nothing; None when all do something.
+
+        Args:
+            precision: name of the precision.
+            is_scaled: whether it scales the loss.
+        """
+        given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        if not is_scaled and given:
+            needs = "master_weights=True" if precision == "16-true" else "precision='16-mixed'"
+            return (
+                f"MoEClipPrecision({precision!r}, {', '.join(given)}): this precision has no loss scale, so that is "
+                f"ignored. Leave it out, or use {needs}, whose gradients are scaled."
+            )
+        if self.loss_scaling == "unified" and self.regions is not None:
+            return (
+                f"regions={list(self.regions)} is ignored with loss_scaling='unified', which has one scale. "
+                "Write loss_scaling='local'."
+            )
+        return None
+
+
+def _check_power_of_two(scale: float, *, given: str) -> None:
+    if math.frexp(scale)[0] != 0.5:
+        nearest = 2.0 ** round(math.log2(scale))
+        raise ValueError(
+            f"{given} must be a power of two with loss_scaling='local': regions multiply and divide by their scales, "
+            f"which only powers of two do without rounding. Use init_scale={nearest:g}, or loss_scaling='unified'."
+        )
 
 
 class AgreedGradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` that skips and backs off on all ranks or on none.
 
     Non-finite gradients are counted on each rank and the counts summed: a MAX loses NaN on gloo. The sum is clamped
-    to 1, since fused optimizers skip only on exactly 1.0.
+    to 1, since fused optimizers skip only on exactly 1.0. What is known of regions travels in the same collective.
+
+    Args:
+        device: device type of the scale.
+        settings: first scale, growth interval.
 
     Attributes:
         group: ranks that decide together; None decides alone.
+        scales: factors of regions and counts of overflows; without regions the loss scale is all there is.
     """
-
-    group: dist.ProcessGroup | None = None
 
     def __init__(self, device: str = "cuda", settings: ScalingSettings | None = None) -> None:
         settings = ScalingSettings() if settings is None else settings
         super().__init__(device, init_scale=settings.init_scale, growth_interval=settings.growth_interval)
-        self.settings = settings
+        self.group: dist.ProcessGroup | None = None
+        self.scales = RegionScales(growth_interval=settings.growth_interval)
+        self._settings = settings
+        self._rows: Mapping[int, int] = {}
+        self._loaded: Mapping[str, Any] | None = None
+        self._table: Tensor | None = None
+        self._agreed: Tensor | None = None
+
+    def join(self, group: dist.ProcessGroup | None, scales: RegionScales, rows: Mapping[int, int]) -> None:
+        """Meet the ranks and regions of a run.
+
+        Args:
+            group: ranks that decide together.
+            scales: factors of its regions.
+            rows: row of ``scales`` by id of a parameter that an optimizer steps; 0 for one in no region.
+        """
+        # a state that was loaded before the regions were known, or that of an earlier run
+        scales.load_state_dict(self.scales.state_dict() if self._loaded is None else self._loaded)
+        self.group, self.scales, self._rows, self._loaded = group, scales, rows, None
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale and agree on whether any rank found a non-finite one."""
@@ -78,15 +129,82 @@ class AgreedGradScaler(torch.amp.GradScaler):
         super()._check_inf_per_device(optimizer)
         return self._agree(optimizer)
 
-    def _agree(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
-        found: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        assert self._scale is not None, "scaled before unscaled"
-        count = torch.zeros((), dtype=torch.float32, device=self._scale.device)
-        for flag in found.values():  # empty when the optimizer has no gradient on this rank
-            count += flag.to(count.device)
-        total = (sum_over(count, self.group) > 0).float()
-        devices = list(found) or [total.device]
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Unscale region by region, so that each has a flag of its own; returns all flags by device."""
+        by_kind: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                grad = parameter.grad
+                if grad is None:
+                    continue
+                if grad.dtype is torch.float16 and not allow_fp16:
+                    raise ValueError(
+                        "A float16 gradient cannot be unscaled: what the loss scale saved would be lost again. "
+                        "Write MoEClipPrecision(..., master_weights=True), or keep parameters in float32."
+                    )
+                by_kind.setdefault((self._rows.get(id(parameter), 0), grad.device, grad.dtype), []).append(grad)
+        table = torch.zeros(1 + len(self.scales.regions), NUM_FIELDS, dtype=torch.float64, device=found_inf.device)
+        flags: dict[torch.device, Tensor] = {}
+        for (row, device, _), grads in by_kind.items():
+            flag = torch.zeros((), dtype=torch.float32, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv_scale.to(device))
+            table[row, BAD] += flag.to(table.device)
+            flags[device] = flags[device] + flag if device in flags else flag
+            if self.scales.is_counting:
+                size = sum(grad.numel() for grad in grads)
+                nonzero = torch.stack([grad.count_nonzero() for grad in grads]).sum()
+                table[row, SIZE] += size
+                table[row, NUM_ZEROS] += (size - nonzero).to(table.device)
+        self.scales.add_events(table)
+        self._table = table
+        return flags
+
+    def _agree(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        assert self._table is not None, "agreed before looked at"
+        total, self._table = sum_over(self._table, self.group), None
+        self._agreed = total if self._agreed is None else self._agreed + total
+        found_inf = (total[:, BAD].sum() > 0).float()
+        devices = list(found) or [total.device]  # an optimizer without a gradient on this rank has none
         found.clear()
         # the flags of several devices are added up, and fused optimizers skip on exactly 1
-        found.update({device: total.to(device) * (device == devices[0]) for device in devices})
+        found.update({device: found_inf.to(device) * (device == devices[0]) for device in devices})
         return found
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Let the scale fall or grow, or a region's factor in its place."""
+        scale, tracker = (tensor.clone() for tensor in self._check_scale_growth_tracker("update"))
+        super().update(new_scale)
+        if self._agreed is None:
+            return
+        assert self._scale is not None, "checked above"
+        assert self._growth_tracker is not None, "checked above"
+        is_blamed = self.scales.update(self._agreed, scale=scale, growth=self._scale / scale)
+        self._agreed = self._loaded = None
+        if self.scales.regions:
+            self._scale.copy_(torch.where(is_blamed, scale, self._scale))
+            self._growth_tracker.copy_(torch.where(is_blamed, tracker, self._growth_tracker))
+
+    def report(self) -> dict[str, LossScale]:
+        """Scales and rates by region; see ``RegionScales.report``."""
+        return {} if self._scale is None else self.scales.report(self._scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a stock scaler saves, and the state of the regions."""
+        return {**super().state_dict(), "regions": self.scales.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, also of a stock scaler; a step under way is forgotten.
+
+        Raises:
+            ValueError: the scale is no power of two, and there are regions.
+        """
+        if self._settings.loss_scaling == "local":
+            _check_power_of_two(state_dict["scale"], given=f"The scale {state_dict['scale']} of this checkpoint")
+        super().load_state_dict(state_dict)
+        self._loaded = state_dict.get("regions")
+        self.scales.load_state_dict(self._loaded)
+        self._per_optimizer_states.clear()
+        self._table = self._agreed = None

@@ -1,0 +1,82 @@
+"""Casts and contexts of a precision, which are Lightning's own."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_moeclip.binding import HalfPrecision, Precision
+
+__all__ = ["CastingPrecision"]
+
+
+class CastingPrecision(Precision):
+    """Wraps the plugin that Lightning makes for a precision string, for all but the decisions of a step."""
+
+    def _wrap_casts(self, inner: Precision, *, keeps_originals: bool) -> None:
+        self._inner = inner
+        self.precision = inner.precision
+        self._keeps_originals = keeps_originals
+        self._originals: dict[int, Tensor] = {}
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Cast the module as Lightning does; in half precision 0-d tensors, such as a temperature, keep their dtype.
+
+        A 0-d float32 tensor does not widen the 16-bit ones that it is multiplied with, and in 16 bits it would move in
+        steps too coarse to learn.
+        """
+        if not isinstance(self._inner, HalfPrecision):
+            return self._inner.convert_module(module)
+        before = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
+        converted = self._inner.convert_module(module)
+        for tensor, original in before:
+            if tensor.ndim == 0:
+                tensor.data = original
+        if self._keeps_originals:
+            self._originals = {id(p): data for p, data in before if p.dtype != data.dtype and p.requires_grad}
+        return converted
+
+    def take_originals(self) -> dict[int, Tensor]:
+        """Values of parameters before the last cast to 16 bits, by id; they are handed over, not kept."""
+        originals, self._originals = self._originals, {}
+        return originals
+
+    def convert_parameter(self, parameter: Tensor) -> None:
+        """Give a parameter that no module holds the dtype of those that one does, in place.
+
+        A 0-d one, such as a temperature, keeps its dtype in half precision.
+        """
+        if parameter.ndim == 0 and isinstance(self._inner, HalfPrecision):
+            return
+        holder = nn.Module()
+        holder.value = nn.Parameter(parameter.data, requires_grad=False)
+        parameter.data = self._inner.convert_module(holder).value.data
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return self._inner.convert_input(data)
+
+    @override
+    def convert_output(self, data: Any) -> Any:
+        return self._inner.convert_output(data)
+
+    @override
+    def tensor_init_context(self) -> Any:
+        return self._inner.tensor_init_context()
+
+    @override
+    def module_init_context(self) -> Any:
+        return self._inner.module_init_context()
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        with self._inner.forward_context():
+            yield
+
+    @override
+    def teardown(self) -> None:
+        self._inner.teardown()

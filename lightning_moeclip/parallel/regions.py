@@ -1,0 +1,2 @@
+def resolve_regions(*a):
+    return []
