@@ -352,7 +352,8 @@ def test_clipping_before_the_step_sees_unscaled_gradients(rank: Rank) -> None:
             path += 0.1 * float(torch.cat([p.grad.flatten() for p in net.parameters()]).norm())
 
     net = InHalf(script).float()
-    precision = MoEClipPrecision("16-mixed", device="cpu", init_scale=256.0)  # half precision holds every gradient then
+    # half precision holds every gradient then
+    precision = MoEClipPrecision("16-mixed", device="cpu", init_scale=256.0)
     trainer(plugins=[precision]).fit(net, share_of(BATCHES.float(), rank))
 
     true = InHalf()
