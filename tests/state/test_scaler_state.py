@@ -95,8 +95,8 @@ def batches(rank: int, number: int) -> list[Tensor]:
     return [torch.randn(3, DIM, generator=generator) for _ in range(number)]
 
 
-def precision() -> MoEClipPrecision:
-    return MoEClipPrecision("16-mixed", device="cpu", init_scale=256.0, growth_interval=3)
+def precision(*, growth_interval: int = 3) -> MoEClipPrecision:
+    return MoEClipPrecision("16-mixed", device="cpu", init_scale=256.0, growth_interval=growth_interval)
 
 
 class Look(Callback):
@@ -196,11 +196,11 @@ class RollBack(Callback):
 @on_ranks(2)
 def roll_back(rank: Rank, kind: type[Net]) -> list[tuple[Any, ...]]:
     data = batches(rank.index, 7)
-    # in the first step; in the second of each replay, the third, and the unseen one before the way back
-    overflows = {0: 0, **{start + 1: 1 for start in (3, 7, 11)}, **{start + 2: 0 for start in (3, 7, 11)}}
+    # in the second step; in the second of each replay, the third, and the unseen one before the way back
+    overflows = {1: 0, **{start + 1: 1 for start in (3, 7, 11)}, **{start + 2: 0 for start in (3, 7, 11)}}
     module = kind({**overflows, **{start + 3: 1 for start in (3, 7, 11)}}, dropout=0.3)
     torch.manual_seed(rank.index)
-    trainer = quiet_trainer(2, plugins=[precision()], callbacks=[RollBack()])
+    trainer = quiet_trainer(2, plugins=[precision(growth_interval=2)], callbacks=[RollBack()])
     trainer.fit(module, loader([*data[:3], *(data[3:] * 3)]))
     return module.seen
 
@@ -210,6 +210,6 @@ def test_case_25_replay_after_a_roll_back_is_bit_equal_twice(kind: type[Net]) ->
     for seen in roll_back.launch(kind=kind):
         assert len(seen) == 12
         assert seen[3:6] == seen[6:9] == seen[9:12]
-        assert [step[-1]["scale"] for step in seen[:6]] == [128.0, 128.0, 128.0, 256.0, 128.0, 64.0]
+        assert [step[-1]["scale"] for step in seen[:6]] == [256.0, 128.0, 128.0, 256.0, 128.0, 64.0]
         assert len({step[0] for step in seen[3:6]}) == 3
         assert seen[5][-1]["regions"]["num_overflows"] == [3.0]
