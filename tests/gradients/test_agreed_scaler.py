@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lightning_moeclip import MoEClipPrecision, MoEClipStrategy
 from lightning_moeclip.binding import LightningModule
 from lightning_moeclip.gradients.region_scales import NUM_FIELDS
+from lightning_moeclip.gradients.scaling import AgreedGradScaler, ScalingSettings
 from lightning_moeclip.parallel.agreement import gather_objects
 from lightning_moeclip.testing import Rank, on_ranks
 from tests.gradients.one_process import TOLERANCE, logged_collectives, parameters, share_of, trainer, worst_error
@@ -224,3 +225,24 @@ def test_loss_scaling_is_one_small_all_reduce_per_optimizer_step(rank: Rank) -> 
         plain, plain_small = num_all_reduces(kind, "32-true", rank, **arguments)
         scaled, scaled_small = num_all_reduces(kind, "16-mixed", rank, **arguments)
         assert (scaled - plain, scaled_small - plain_small) == (num_steps, num_steps), kind.__name__
+
+
+@on_ranks(2)
+def test_the_scaler_by_itself_agrees_also_where_nobody_unscales_before_the_step(rank: Rank) -> None:
+    for make in (sgd, fused):
+        for bad, resting in ((0, None), (1, None), (0, 1), (1, 0)):
+            weight = nn.Parameter(torch.ones(3))
+            optimizer = make([weight])
+            scaler = AgreedGradScaler("cpu", ScalingSettings(init_scale=256.0))
+            scaler.join(torch.distributed.group.WORLD, scaler.scales, {})
+            for is_bad in (True, False):
+                weight.grad = None
+                scaler.scale(weight.sum()).backward()
+                if is_bad and rank.index == bad:
+                    weight.grad[0] = torch.nan
+                if rank.index == resting:
+                    weight.grad = None
+                scaler.step(optimizer)
+                scaler.update()
+                assert scaler.get_scale() == 128.0
+                assert torch.equal(weight, torch.ones(3)) is (is_bad or rank.index == resting)

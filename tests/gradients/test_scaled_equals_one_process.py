@@ -5,6 +5,7 @@ Autocast leaves float64 alone, and scales are powers of two.
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -42,6 +43,7 @@ class Net(LightningModule):
         self.experts = TinyExperts(DIM, 4)
         self.idle = nn.Linear(DIM, DIM).double()
         self.scales: list[float] = []
+        self.norms: list[float] = []  # of a shared gradient, as hooks before the step see it
 
     def loss(self, batch: Tensor) -> Tensor:
         return self.experts(self.dense(batch)).square().mean()
@@ -52,6 +54,10 @@ class Net(LightningModule):
     def on_after_backward(self) -> None:
         if OVERFLOWS.get(self.trainer.fit_loop.batch_idx) == self.global_rank:
             self.experts.weight.grad[0, 0, 0] = torch.inf
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.fit_loop.batch_idx not in OVERFLOWS:
+            self.norms.append(float(self.dense.weight.grad.norm()))
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.scales.append(self.trainer.precision_plugin.scaler.get_scale())
@@ -70,6 +76,7 @@ def in_plain_torch(optimizer: str, clip: str) -> Net:
             continue
         stepper.zero_grad()
         net.loss(batch).backward()
+        net.norms.append(float(net.dense.weight.grad.norm()))
         if clip == "norm":
             assert float(nn.utils.clip_grad_norm_(net.parameters(), bound)) > bound
         if clip == "value":
@@ -91,4 +98,5 @@ def test_clip_fused_optimizer_scaler_and_skipped_steps_equal_one_process(rank: R
                 trainer(strategy=strategy, plugins=[precision], **arguments).fit(net, share_of(BATCHES, rank))
                 error = worst_error(parameters(net), parameters(true))
                 assert error < TOLERANCE, f"{optimizer}, clip {clip}, ep {size}: {error}"
+                assert net.norms == pytest.approx(true.norms, rel=TOLERANCE)
                 assert gather_objects(net.scales) == [[256.0, 128.0, 128.0, 256.0, 128.0, 128.0]] * 2

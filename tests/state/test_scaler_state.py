@@ -129,6 +129,24 @@ def test_scale_and_counters_are_saved_and_a_resumed_run_goes_on_to_the_bit(tmp_p
 
 
 @on_ranks(2)
+def test_state_that_is_loaded_before_fit_and_that_of_an_earlier_fit_stay(rank: Rank) -> None:
+    module, plugin = Net(OVERFLOWS), precision()
+    trainer = quiet_trainer(2, plugins=[plugin])
+    trainer.fit(module, loader(batches(rank.index, HALF)))
+    saved = plugin.state_dict()
+    assert saved["regions"]["num_overflows"].tolist() == [1.0]
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader(batches(rank.index, HALF)))
+    assert plain(module.at_start) == plain(saved)
+    assert plugin.state_dict()["regions"]["num_steps"] == 2 * HALF
+    other, loaded = Net({}), precision()
+    loaded.load_state_dict(saved)
+    quiet_trainer(2, plugins=[loaded]).fit(other, loader(batches(rank.index, HALF)))
+    assert plain(other.at_start) == plain(saved)
+    assert loaded.state_dict()["regions"]["num_steps"] == 2 * HALF
+
+
+@on_ranks(2)
 def stock_fit(rank: Rank, save: str) -> dict[str, Any]:
     module = Net({})
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
