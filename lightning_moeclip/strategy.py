@@ -308,6 +308,8 @@ class MoEClipStrategy(GuardedStrategy):
         module = self.lightning_module
         corridor = self._corridor
         assert corridor is not None, "backward outside fit"
+        if not self._is_stand_in:  # a stand-in takes outputs from within layers
+            self.precision_plugin.check_regions(closure_loss)
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         corridor.begin(is_live=not self._is_stand_in, is_spoiled=self._is_spoiled)
