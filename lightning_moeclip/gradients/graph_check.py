@@ -1,2 +1,0 @@
-def find_leaks(*a):
-    return []
