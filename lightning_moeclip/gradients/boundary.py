@@ -10,6 +10,7 @@ keyword inputs nor outputs in a dict. Whoever owns the regions divides the gradi
 
 import math
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -58,7 +59,7 @@ class KeepsOutputs(Protocol):
     Such a tensor leaves its regions without being returned. Its keeper passes it through ``outgoing`` in order.
     """
 
-    outgoing: dict[int, Callable[[Tensor], Tensor]]
+    outgoing: OrderedDict[int, Callable[[Tensor], Tensor]]
 
 
 def attach(modules: Iterable[nn.Module], region: Region) -> list[RemovableHandle]:

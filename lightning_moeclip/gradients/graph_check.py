@@ -93,8 +93,8 @@ class _Walk:
                 blamed |= {*expected}
                 messages.append(
                     f"{listed}: used past the output of {_regions(missed or expected)}. Call the module itself, "
-                    "neither its forward nor a function of its weights, and return what it computes, in tensors, lists, "
-                    "tuples or dicts."
+                    "neither its forward nor a function of its weights, and return what it computes, in tensors, "
+                    "lists, tuples or dicts."
                 )
             else:
                 blamed |= {*extra}
