@@ -188,7 +188,7 @@ class MasterWeights:
         for optimizer in optimizers:
             held = [p for group in optimizer.param_groups for p in group["params"]]
             is_known = optimizer in self._handles
-            if any(_is_narrow(p) and not (is_known and p is self.held(model_parameter(p))) for p in held):
+            if any(_is_narrow(p) and not (is_known and p is self.master_of(model_parameter(p))) for p in held):
                 self._cover(optimizer)
         self._previous = {}
 

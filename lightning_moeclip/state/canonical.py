@@ -83,8 +83,8 @@ class SpreadExperts:
                     parts = layer.expert_parameters()
                     for part in parts.values():
                         part.grad = None  # of the slice alone
-                    wide = {} if masters is None else {p: m for p in parts.values() if (m := masters.master_of(p))}
-                    whole_masters = [(master, gather_experts(master, self.axis)) for master in wide.values()]
+                    held = [None if masters is None else masters.master_of(part) for part in parts.values()]
+                    whole_masters = [(m, gather_experts(m, self.axis)) for m in held if m is not None]
                     layer.restore_experts({name: gather_experts(part, self.axis) for name, part in parts.items()})
                     for master, whole in whole_masters:
                         master.become(whole)
