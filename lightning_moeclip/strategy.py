@@ -24,6 +24,7 @@ from lightning_moeclip.binding import (
 )
 from lightning_moeclip.gradients.collectives import broadcast_from_first
 from lightning_moeclip.gradients.corridor import CorridorSettings, GradientCorridor, optimizer_only_parameters
+from lightning_moeclip.gradients.masters import MasterWeights, parameter_names
 from lightning_moeclip.gradients.report import Attendance, GradReport
 from lightning_moeclip.launch import GuardedStrategy
 from lightning_moeclip.parallel import checks, ledger
@@ -113,6 +114,8 @@ class MoEClipStrategy(GuardedStrategy):
         self._mesh: Mesh | None = None
         self._experts: SpreadExperts | None = None
         self._corridor: GradientCorridor | None = None
+        self._masters: MasterWeights | None = None
+        self._loaded: Mapping[str, Any] | None = None  # weights of a checkpoint, before they are rounded to 16 bits
         self._is_stand_in = self._is_spoiled = False
         self.report = GradReport()
         self._scale_log = ScaleLog()
@@ -173,12 +176,13 @@ class MoEClipStrategy(GuardedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
             return
+        self._loaded = None
         # nothing is reduced outside fit: no wrapper, and no broadcast over experts that differ
         super(DDPStrategy, self).setup(trainer)
         with together():
             self._check_no_foreign_slices()
         if self._experts is not None:
-            self._experts.gather()
+            self._experts.gather(masters=self._masters)
         broadcast_state(self.lightning_module, self.mesh)
 
     @override
@@ -221,7 +225,8 @@ class MoEClipStrategy(GuardedStrategy):
         if self._corridor is not None:
             self._corridor.detach()
         module, optimizers = self.lightning_module, self._plain_optimizers()
-        names = {id(p): name for name, p in module.named_parameters()}
+        self._make_masters()
+        names = parameter_names(module, optimizers)
         checks.check_one_optimizer_each(optimizers, names)
         roles = read_roles(module, self._settings.towers)
         held = {names.get(id(p)): p for o in optimizers for group in o.param_groups for p in group["params"]}
@@ -239,6 +244,7 @@ class MoEClipStrategy(GuardedStrategy):
             self.mesh,
             self._settings,
             spread=frozenset(spread_names(module)),
+            masters=self._masters,
             on_finished=self._note_reduction,
         )
         self.report = GradReport()
@@ -249,6 +255,29 @@ class MoEClipStrategy(GuardedStrategy):
             note=self._note,
             stepped=[(p, p) for o in optimizers for group in o.param_groups for p in group["params"]],
         )
+
+    def _make_masters(self) -> None:
+        """Float32 masters for what the optimizers hold in 16 bits, with all the digits that are known."""
+        originals, loaded = self.precision_plugin.take_originals(), self._loaded or {}
+        previous, self._loaded, self._masters = self._masters, None, None
+        if not self.precision_plugin.has_master_weights:
+            return
+        self._masters = MasterWeights(
+            axis=None if self._experts is None else self._experts.axis,
+            previous=previous,
+        )
+        self._masters.cover(self._plain_optimizers())
+        self._masters.take(originals)
+        self._masters.take(self._by_parameter(loaded))
+        if not len(self._masters):
+            checks.warn_on_first_rank(
+                f"master_weights=True with precision={self.precision_plugin.precision!r}: the optimizers hold no "
+                "16-bit parameter, so there are no masters. Write precision='16-true' or 'bf16-true', or leave it out."
+            )
+
+    def _by_parameter(self, state: Mapping[str, Any]) -> dict[int, Tensor]:
+        parameters = dict(self.lightning_module.named_parameters(remove_duplicate=False))
+        return {id(parameters[n]): v for n, v in state.items() if n in parameters and isinstance(v, Tensor)}
 
     def _corridor_clipper(self) -> Any:
         return None if self._corridor is None else self._corridor.clipper
@@ -379,10 +408,23 @@ class MoEClipStrategy(GuardedStrategy):
         """State dict with whole experts; every rank must call this."""
         # after spawn the main process has whole experts and nobody to meet
         if self.has_failed or self._mesh is None:
-            return self.lightning_module.state_dict()
+            state = self.lightning_module.state_dict()
+            return state if self._masters is None else self._masters.wide_state(state, self.lightning_module)
         broadcast_buffers(self.lightning_module, self.mesh)
         state = self.lightning_module.state_dict()
+        if self._masters is not None:
+            state = self._masters.wide_state(state, self.lightning_module)
         return state if self._experts is None else self._experts.whole_model_state(state, self.lightning_module)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights; masters take what the module's 16 bits cannot hold, now or when they are made."""
+        super().load_model_state_dict(checkpoint, strict)
+        if self._masters is not None and self._masters.is_attached:
+            self._masters.settle()
+            self._masters.take(self._by_parameter(checkpoint["state_dict"]))
+        else:
+            self._loaded = checkpoint["state_dict"]
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -392,13 +434,19 @@ class MoEClipStrategy(GuardedStrategy):
             return state
         return self._experts.whole_optimizer_state(optimizer, state)
 
+    def _held(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Masters in the place of parameters that have one."""
+        return {name: p if self._masters is None else self._masters.held(p) for name, p in parameters.items()}
+
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self._experts is not None and not self.has_failed:
             # callbacks may have put a state of their own here, such as averaged weights
             checkpoint["state_dict"] = self._experts.whole_model_state(checkpoint["state_dict"], self.lightning_module)
         outside = optimizer_only_parameters(self.lightning_module, self._plain_optimizers())
-        checkpoint[CHECKPOINT_KEY] = checkpoint_entry(outside, expert_parallel_size=self.expert_parallel_size)
+        checkpoint[CHECKPOINT_KEY] = checkpoint_entry(
+            self._held(outside), expert_parallel_size=self.expert_parallel_size
+        )
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     @override
@@ -406,7 +454,9 @@ class MoEClipStrategy(GuardedStrategy):
         states = checkpoint["optimizer_states"]
         check_number_of_optimizers(states, self._plain_optimizers())
         outside = optimizer_only_parameters(self.lightning_module, self._plain_optimizers())
-        load_parameters(checkpoint.get(CHECKPOINT_KEY), outside)
+        load_parameters(checkpoint.get(CHECKPOINT_KEY), self._held(outside))
+        if self._masters is not None:
+            self._masters.settle()
         if self._experts is not None:
             pairs = zip(self._plain_optimizers(), states, strict=True)
             states = [self._experts.own_optimizer_state(optimizer, state) for optimizer, state in pairs]
@@ -419,5 +469,8 @@ class MoEClipStrategy(GuardedStrategy):
         # after spawn the main process tears down too, with neither ranks nor experts
         is_whole_run = not self.has_failed
         if self._experts is not None and is_whole_run and self._trainer.state.status != TrainerStatus.INTERRUPTED:
-            self._experts.gather()
+            self._experts.gather(masters=self._masters)
+        if self._masters is not None:
+            self._masters.release()
+        self._loaded = None
         super().teardown()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_moeclip.gradients.masters import parameter_names
 from lightning_moeclip.parallel.checks import warn_on_first_rank
 
 __all__ = ["CHECKPOINT_KEY", "check_number_of_optimizers", "checkpoint_entry", "load_parameters", "placement"]
@@ -19,7 +20,7 @@ CHECKPOINT_KEY = "moeclip"
 
 def placement(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
     """One line for each parameter of each optimizer: place, name in the module, shape and dtype."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    names = parameter_names(module, optimizers)
     return [
         f"optimizer{i}.group{j}.{k}: {names.get(id(p), 'no parameter of the module')} {list(p.shape)} {p.dtype}"
         for i, optimizer in enumerate(optimizers)

@@ -1,0 +1,446 @@
+"""Float32 masters of 16-bit parameters: what small steps leave, what gradients are, and who sees an edit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_moeclip import MoEClipPrecision, MoEClipStrategy
+from lightning_moeclip.binding import LightningModule
+from lightning_moeclip.gradients.masters import MasterParameter, MasterWeights
+from lightning_moeclip.modules import ContrastiveLoss, MoE
+from lightning_moeclip.testing import Rank, on_ranks
+from tests.models import loader, quiet_trainer
+
+UNIT = 2.0**-24  # rounding of float32
+DIM = 8
+
+
+def masters(precision: str = "bf16-true", **settings: Any) -> MoEClipPrecision:
+    return MoEClipPrecision(precision, device="cpu", master_weights=True, **settings)
+
+
+class Regression(LightningModule):
+    """The loss falls by a few percent in 200 small steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return (self.net(batch[0].to(self.net[0].weight.dtype)).float() - batch[1]).square().mean()
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-5)
+
+
+def decrease(plugin: MoEClipPrecision) -> float:
+    """By how much 200 steps lower the loss of the module that the run leaves, computed in float64."""
+    generator = torch.Generator().manual_seed(1)
+    inputs, weights = torch.randn(200, 64, 16, generator=generator), torch.randn(16, 1, generator=generator)
+    data = [(x, torch.tanh(x @ weights)) for x in inputs]
+
+    def loss_of(module: Regression) -> float:
+        x, y = (torch.cat(part).double() for part in zip(*data[:40], strict=True))
+        with torch.no_grad():
+            return float((module.double().net(x) - y).square().mean())
+
+    module = Regression()
+    quiet_trainer(1, plugins=[plugin]).fit(module, loader(data))
+    return loss_of(Regression()) - loss_of(module)
+
+
+@on_ranks(1)
+def test_200_small_steps_in_bfloat16_learn_like_float32_with_masters_and_next_to_nothing_without(rank: Rank) -> None:
+    wide = decrease(MoEClipPrecision("32-true"))
+    with_masters, plain = decrease(masters()) / wide, decrease(MoEClipPrecision("bf16-true")) / wide
+    print(f"decrease of the loss relative to float32: with masters {with_masters:.3f}, plain bf16-true {plain:.3f}")
+    assert abs(with_masters - 1) < 0.05
+    assert plain < 0.5
+
+
+class Clip(LightningModule):
+    """Dense layers, experts and our loss; notes each gradient as autograd hands it over, and the outcome."""
+
+    def __init__(self, *, lr: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.lr = lr
+        self.stem = nn.Linear(DIM, DIM)
+        self.moe = MoE(DIM, 16, 4, top_k=2)
+        self.head = nn.Linear(DIM, DIM)
+        self.loss = ContrastiveLoss()
+        self.arrived: dict[str, list[Tensor]] = {}
+        self.reduced: dict[str, Tensor] = {}
+
+    def features(self, x: Tensor) -> Tensor:
+        hidden = self.stem(x)
+        return self.head(hidden + self.moe(hidden))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        dtype = self.stem.weight.dtype
+        return self.loss(self.features(batch[0].to(dtype)), self.features(batch[1].to(dtype)))
+
+    def on_train_start(self) -> None:
+        for name, p in self.named_parameters():
+            if p.dtype.itemsize == 2 and p.requires_grad:
+                arrived = self.arrived.setdefault(name, [])
+                p.register_hook(lambda g, arrived=arrived: arrived.append(g.detach().clone()))
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.reduced = {n: p.grad.clone() for n, p in self.named_parameters() if p.grad is not None}
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def pairs(num_batches: int, *, num_rows: int = 12, seed: int = 5) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [tuple(torch.randn(2, num_rows, DIM, generator=generator).unbind()) for _ in range(num_batches)]
+
+
+def gradients_of_a_step(rank: Rank, precision: str, ep: int, accumulate: int) -> dict[str, Any]:
+    module = Clip()
+    trainer = quiet_trainer(
+        rank.world_size,
+        strategy=MoEClipStrategy(expert_parallel_size=ep),
+        plugins=[masters(precision, **({"init_scale": 64.0} if precision == "16-true" else {}))],
+        accumulate_grad_batches=accumulate,
+    )
+    trainer.fit(module, loader([(x[rank.index :: 4], y[rank.index :: 4]) for x, y in pairs(accumulate)]))
+    return {"arrived": module.arrived, "reduced": module.reduced}
+
+
+@on_ranks(1)
+def on_1(rank: Rank, **how: Any) -> dict[str, Any]:
+    return gradients_of_a_step(rank, **how)
+
+
+@on_ranks(2)
+def on_2(rank: Rank, **how: Any) -> dict[str, Any]:
+    return gradients_of_a_step(rank, **how)
+
+
+@on_ranks(4)
+def on_4(rank: Rank, **how: Any) -> dict[str, Any]:
+    return gradients_of_a_step(rank, **how)
+
+
+@pytest.mark.parametrize(
+    ("launch", "precision", "ep", "accumulate"),
+    [
+        (on_1, "bf16-true", 1, 3),
+        (on_1, "16-true", 1, 3),
+        (on_2, "bf16-true", 1, 1),
+        (on_2, "16-true", 2, 3),
+        (on_4, "bf16-true", 2, 3),
+        (on_4, "16-true", 4, 2),
+    ],
+)
+def test_gradient_of_a_master_is_the_float32_sum_of_what_autograd_left_on_each_rank(
+    launch: Any, precision: str, ep: int, accumulate: int
+) -> None:
+    ranks = launch.launch(precision=precision, ep=ep, accumulate=accumulate)
+    scale = 64.0 if precision == "16-true" else 1.0
+    num_coarse = 0
+    for index, found in enumerate(ranks):
+        assert {"stem.weight", "moe.w_in", "moe.w_out", "head.bias"} <= found["arrived"].keys()
+        for name in found["arrived"]:
+            is_slice = name in ("moe.w_in", "moe.w_out")
+            replicas = [r for r in range(len(ranks)) if not is_slice or r % ep == index % ep]
+            parts = torch.stack([g for r in replicas for g in ranks[r]["arrived"][name]])
+            assert len(parts) == accumulate * len(replicas)
+            true = parts.double().sum(0) / (len(ranks) * scale)
+            # dividing by powers of two is exact; a sum of n terms is wrong by (n - 1) u times the sum of their sizes
+            bound = (len(parts) - 1) * UNIT * parts.double().abs().sum(0) / (len(ranks) * scale)
+            gradient = found["reduced"][name]
+            assert gradient.dtype is torch.float32
+            assert ((gradient.double() - true).abs() <= bound).all(), name
+            dtype = torch.float16 if precision == "16-true" else torch.bfloat16
+            coarse = parts[0].to(dtype)
+            for part in parts[1:]:
+                coarse += part.to(dtype)
+            num_coarse += bool(((coarse.double() / (len(ranks) * scale) - true).abs() > bound).any())
+        assert found["reduced"].keys() - found["arrived"].keys() == {"loss.logit_scale", "moe.router.weight"}
+        assert all(torch.equal(g, ranks[index % ep]["reduced"][n]) for n, g in found["reduced"].items())
+    assert num_coarse > 0 or accumulate * len(ranks) == 1, "summing in 16 bits would have passed as well"
+
+
+def fit(module: LightningModule, data: list, *, world_size: int = 1, **settings: Any) -> Any:
+    plugins = settings.pop("plugins", None) or [masters()]
+    trainer = quiet_trainer(world_size, plugins=plugins, **settings)
+    trainer.fit(module, loader(data))
+    return trainer
+
+
+def held_by(trainer: Any, index: int = 0) -> list[nn.Parameter]:
+    return [p for group in trainer.optimizers[index].param_groups for p in group["params"]]
+
+
+class Editing(Clip):
+    """Writes into the 16-bit weights between two steps."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            if batch_idx == 1:
+                self.before = held_by(self.trainer)[0].detach().clone()
+                self.stem.weight[0].fill_(1.5)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.after = held_by(self.trainer)[0].detach().clone()
+
+
+@on_ranks(1)
+def test_edit_of_a_16_bit_parameter_survives_the_next_step_and_the_rest_keeps_its_digits(rank: Rank) -> None:
+    module = Editing(lr=1e-6)
+    trainer = fit(module, pairs(2))
+    assert held_by(trainer)[0].model_parameter is module.stem.weight
+    # AdamW moves by lr at most, and a little by its decay
+    assert (module.after[0] - 1.5).abs().max() < 3e-6
+    assert (module.after[1:] - module.before[1:]).abs().max() < 3e-6
+    assert not torch.equal(module.after, module.after.bfloat16().float())
+    assert torch.equal(module.stem.weight[0], torch.full((DIM,), 1.5, dtype=torch.bfloat16))
+
+
+class ClippedWeights(Clip):
+    """Bounds the weights where the optimizer holds them."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            held_by(self.trainer)[0].clamp_(-0.01, 0.01)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.largest = float(self.stem.weight.abs().max())
+
+
+@on_ranks(1)
+def test_edit_of_a_master_is_what_the_next_forward_computes_with(rank: Rank) -> None:
+    module = ClippedWeights(lr=1e-3)
+    fit(module, pairs(2))
+    assert module.largest <= 0.01 + 2.0**-15
+
+
+class Watching(Clip):
+    """Asks what memory gradients take in the step."""
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, MasterParameter)]
+        assert len(held) == len(list(self.parameters())) - 2  # logit_scale and the router are float32
+        narrow = [master.model_parameter for master in held]
+        assert {p.dtype for p in narrow} == {torch.bfloat16}
+        assert all(p.grad.dtype is torch.float32 and p.grad is m.grad for p, m in zip(narrow, held, strict=True))
+        reducer = self.trainer.strategy._corridor.reducer
+        if reducer is not None:
+            flat = {bucket.flat.untyped_storage().data_ptr() for bucket in reducer.buckets}
+            assert {p.grad.untyped_storage().data_ptr() for p in narrow} <= flat
+            assert sum(b.flat.numel() for b in reducer.buckets) == sum(p.numel() for p in self.parameters())
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in self.parameters())
+        self.is_seen = True
+
+
+@on_ranks(2)
+def test_no_16_bit_gradient_is_kept_and_zero_grad_of_the_optimizer_clears_the_only_one(rank: Rank) -> None:
+    module = Watching()
+    fit(module, pairs(2), world_size=2, accumulate_grad_batches=2)
+    assert module.is_seen
+
+
+@on_ranks(1)
+def test_no_16_bit_gradient_is_kept_on_one_process(rank: Rank) -> None:
+    module = Watching()
+    fit(module, pairs(2), accumulate_grad_batches=2)
+    assert module.is_seen
+
+
+@on_ranks(1)
+def test_logit_scale_stays_float32_and_its_clamp_acts_on_what_the_optimizer_steps(rank: Rank) -> None:
+    module = Clip(lr=1e-3)
+    with torch.no_grad():
+        module.loss.logit_scale.fill_(9.0)
+    trainer = fit(module, pairs(1))
+    assert module.loss.logit_scale.dtype is torch.float32
+    assert any(p is module.loss.logit_scale for p in held_by(trainer))
+    assert float(module.loss.logit_scale) == pytest.approx(4.6052, abs=1e-4)
+
+
+class Script(LightningModule):
+    """Two optimizers in turn, on parts that share nothing."""
+
+    def __init__(self, step: Callable[["Script", Tensor], None]) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(4)
+        self.step = step
+        self.maker, self.critic = nn.Linear(DIM, DIM), nn.Linear(DIM, 1)
+        self.gradients: list[dict[str, Tensor | None]] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.step(self, batch[0].to(self.maker.weight.dtype))
+
+    def note(self) -> None:
+        self.gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in self.named_parameters()})
+
+    def configure_optimizers(self) -> list[Optimizer]:
+        return [torch.optim.SGD(part.parameters(), lr=1e-3) for part in (self.maker, self.critic)]
+
+
+def toggled(module: Script, x: Tensor) -> None:
+    for optimizer in module.optimizers():
+        with optimizer.toggle_model():
+            module.manual_backward(module.critic(module.maker(x)).square().mean())
+            module.note()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def raw(module: Script, x: Tensor) -> None:
+    before = module.maker.weight.detach().clone()
+    optimizer, _ = module.optimizers(use_pl_optimizer=False)
+    module.critic(module.maker(x)).square().mean().mul(64).backward()
+    module.trainer.strategy.clip_grad_norm_(1e9)
+    held = optimizer.param_groups[0]["params"][0]
+    wanted = held.detach().add(held.grad, alpha=-1e-3)
+    optimizer.step()
+    assert torch.equal(held, wanted)
+    assert torch.equal(module.maker.weight, wanted.bfloat16())
+    assert not torch.equal(module.maker.weight, before)
+
+
+@on_ranks(2)
+def test_toggled_optimizer_switches_gradients_of_the_others_off(rank: Rank) -> None:
+    module = Script(toggled)
+    fit(module, pairs(1), world_size=2)
+    first, second = ({n for n, g in step.items() if g is not None} for step in module.gradients)
+    assert first == {"maker.weight", "maker.bias"}
+    assert second == {"critic.weight", "critic.bias"}
+    assert all(p.requires_grad for p in module.parameters())
+
+
+@on_ranks(2)
+def test_raw_optimizer_and_raw_backward_step_the_masters(rank: Rank) -> None:
+    fit(Script(raw), pairs(2), world_size=2)
+
+
+@on_ranks(2)
+def test_norm_of_masters_counts_each_parameter_once(rank: Rank) -> None:
+    module = Clip()
+    strategy = MoEClipStrategy(expert_parallel_size=2)
+    fit(module, pairs(1), world_size=2, strategy=strategy, gradient_clip_val=1e-3)
+    slices = {"moe.w_in", "moe.w_out"}
+    square = sum(float(g.double().square().sum()) for n, g in module.reduced.items() if n not in slices)
+    for name in slices:
+        both = [torch.empty_like(module.reduced[name]) for _ in range(2)]
+        torch.distributed.all_gather(both, module.reduced[name])
+        square += sum(float(g.double().square().sum()) for g in both)
+    assert float(strategy.report.total_norm) == pytest.approx(square**0.5, rel=1e-6)
+
+
+class Finetuned(Clip):
+    """Takes the head into the optimizer in the second epoch, and wrongly the stem once more."""
+
+    is_duplicate = False
+
+    def configure_optimizers(self) -> Optimizer:
+        self.head.requires_grad_(False)
+        return torch.optim.AdamW([*self.stem.parameters(), *self.moe.parameters()], lr=1e-3)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.head.requires_grad_(True)
+            added = [*self.head.parameters(), *(self.stem.parameters() if self.is_duplicate else ())]
+            self.trainer.optimizers[0].add_param_group({"params": added})
+
+
+class Duplicated(Finetuned):
+    is_duplicate = True
+
+
+def check_finetuned(module: Clip, world_size: int) -> None:
+    trainer = fit(module, pairs(1), world_size=world_size, max_epochs=2)
+    groups = trainer.optimizers[0].param_groups
+    assert [len(group["params"]) for group in groups] == [2 + len(list(module.moe.parameters())), 2]
+    assert sum(isinstance(p, MasterParameter) for group in groups for p in group["params"]) == 6
+    assert {"head.weight", "stem.weight"} <= module.reduced.keys()
+    assert torch.equal(module.head.weight, groups[1]["params"][0].bfloat16())
+
+
+@on_ranks(2)
+def test_parameters_that_a_callback_adds_get_masters(rank: Rank) -> None:
+    for kind in (Finetuned, Duplicated):
+        check_finetuned(kind(), 2)
+
+
+@on_ranks(1)
+def test_parameters_that_a_callback_adds_get_masters_on_one_process(rank: Rank) -> None:
+    for kind in (Finetuned, Duplicated):
+        check_finetuned(kind(), 1)
+
+
+class Overflowing(Clip):
+    """Rank 1 overflows in the second of three steps; each step notes the masters behind it."""
+
+    is_fused = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if (self.global_rank, batch_idx) == (1, 1) else loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.steps = [*getattr(self, "steps", []), [p.detach().clone() for p in held_by(self.trainer)]]
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=self.is_fused)
+
+
+class FusedOverflowing(Overflowing):
+    is_fused = True
+
+
+@on_ranks(2)
+def test_step_that_the_scaler_skips_moves_no_master_on_any_rank(rank: Rank) -> None:
+    for kind in (Overflowing, FusedOverflowing):
+        module = kind()
+        fit(module, pairs(3), world_size=2, plugins=[masters("16-true", init_scale=64.0)])
+        assert module.trainer.precision_plugin.scaler.get_scale() == 32.0
+        first, second, third = module.steps
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        assert not any(torch.equal(a, b) for a, b in zip(second, third, strict=True))
+
+
+class WithLBFGS(Clip):
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.LBFGS(self.parameters())
+
+
+@on_ranks(1)
+def test_lbfgs_is_refused(rank: Rank) -> None:
+    with pytest.raises(TypeError, match=r"LBFGS: it moves .* Use another optimizer, or precision='32-true'"):
+        fit(WithLBFGS(), pairs(1))
+
+
+@on_ranks(1)
+def test_master_weights_without_16_bit_parameters_warn(rank: Rank) -> None:
+    with pytest.warns(UserWarning, match="precision='32-true': .* no 16-bit parameter.*Write precision='16-true'"):
+        fit(Clip(), pairs(1), plugins=[masters("32-true")])
+
+
+def test_state_and_gradient_of_an_optimizer_move_to_the_master_in_float32() -> None:
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer = torch.optim.AdamW([parameter], lr=0.0)
+    optimizer.step()
+    MasterWeights().cover([optimizer])
+    (master,) = optimizer.param_groups[0]["params"]
+    assert master.grad.dtype is torch.float32
+    assert optimizer.state.keys() == {master}
+    state = optimizer.state[master]
+    assert state["exp_avg"].dtype is state["exp_avg_sq"].dtype is torch.float32
+    assert float(state["step"]) == 1.0
+    optimizer.step()
+    torch.testing.assert_close(state["exp_avg"], torch.full((3,), 0.5 * (1 - 0.9**2)), rtol=1e-2, atol=0)
