@@ -24,7 +24,7 @@ from lightning_moeclip.binding import (
 )
 from lightning_moeclip.gradients.collectives import broadcast_from_first
 from lightning_moeclip.gradients.corridor import CorridorSettings, GradientCorridor, optimizer_only_parameters
-from lightning_moeclip.gradients.masters import MasterWeights, parameter_names
+from lightning_moeclip.gradients.masters import MasterWeights, model_parameter, parameter_names
 from lightning_moeclip.gradients.report import Attendance, GradReport
 from lightning_moeclip.launch import GuardedStrategy
 from lightning_moeclip.parallel import checks, ledger
@@ -225,18 +225,17 @@ class MoEClipStrategy(GuardedStrategy):
         if self._corridor is not None:
             self._corridor.detach()
         module, optimizers = self.lightning_module, self._plain_optimizers()
-        self._make_masters()
-        names = parameter_names(module, optimizers)
-        checks.check_one_optimizer_each(optimizers, names)
         roles = read_roles(module, self._settings.towers)
-        held = {names.get(id(p)): p for o in optimizers for group in o.param_groups for p in group["params"]}
         with together():
             checks.check_16_bit_parameters(
-                {name: p for name, p in held.items() if name is not None},
+                dict(module.named_parameters()),
                 roles,
                 has_masters=self.precision_plugin.has_master_weights,
                 is_scaled=self.precision_plugin.scaler is not None,
             )
+        self._make_masters()
+        names = parameter_names(module, optimizers)
+        checks.check_one_optimizer_each(optimizers, names)
         checks.warn_of_scale_decay(optimizers, names, roles, undecayed_parameters(module))
         self._corridor = GradientCorridor(
             module,
@@ -245,6 +244,7 @@ class MoEClipStrategy(GuardedStrategy):
             self._settings,
             spread=frozenset(spread_names(module)),
             masters=self._masters,
+            divisors=lambda: self.precision_plugin.divisors(dict(module.named_parameters())),
             on_finished=self._note_reduction,
         )
         self.report = GradReport()
@@ -253,7 +253,7 @@ class MoEClipStrategy(GuardedStrategy):
             group=self.mesh.gradient_groups["dp"],
             has_spread_experts=self._experts is not None,
             note=self._note,
-            stepped=[(p, p) for o in optimizers for group in o.param_groups for p in group["params"]],
+            stepped=[(model_parameter(p), p) for o in optimizers for group in o.param_groups for p in group["params"]],
         )
 
     def _make_masters(self) -> None:

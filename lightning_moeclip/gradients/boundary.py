@@ -20,9 +20,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["INCOMING", "INSIDE", "KeepsOutputs", "Region", "attach", "forget_compiled", "is_boundary"]
+__all__ = ["INCOMING", "INSIDE", "NUM_CROSSINGS", "KeepsOutputs", "Region", "attach", "forget_compiled", "is_boundary"]
 
-INCOMING, INSIDE = 0, 1
+INCOMING, INSIDE, NUM_CROSSINGS = range(3)
 
 
 class Region:
@@ -31,9 +31,10 @@ class Region:
     Attributes:
         name: its path.
         scale: a of this region alone, not of the regions around it; 0-d, float32, a power of two.
-        events: [2], float32, 1 where something was not finite since the owner last zeroed it. ``events[INCOMING]``: a
-            cotangent that came from outside. ``events[INSIDE]``: one that was made inside, from finite ones. Only the
+        events: [3], float32, since the owner last zeroed it. ``events[INCOMING]``: 1 if a cotangent that came from
+            outside was not finite. ``events[INSIDE]``: 1 if one was that was made inside, from finite ones. Only the
             first of the two is marked, also where the region was called several times in a row.
+            ``events[NUM_CROSSINGS]`` counts the cotangents that came in.
 
     Args:
         name: path of the region.
@@ -46,7 +47,7 @@ class Region:
     def __init__(self, name: str, *, scale: float = 1.0, device: torch.device | str | None = None) -> None:
         self.name = name
         self.scale = torch.full((), scale, dtype=torch.float32, device=device)
-        self.events = torch.zeros(2, dtype=torch.float32, device=device)
+        self.events = torch.zeros(3, dtype=torch.float32, device=device)
 
     def __repr__(self) -> str:
         return f"Region({self.name!r})"
@@ -127,6 +128,7 @@ class _Boundary(torch.autograd.Function):
             return None, None, None
         wide = cotangent.float() if cotangent.element_size() < 4 else cotangent
         if ctx.is_exit:
+            ctx.events[NUM_CROSSINGS].add_(1.0)
             _mark(ctx.events, INCOMING, cotangent)
             return (wide * ctx.scale).to(cotangent.dtype), None, None
         outgoing = (wide / ctx.scale).to(cotangent.dtype)

@@ -42,8 +42,9 @@ class ScaleFactors:
     def _current(self) -> tuple[Tensor, Tensor]:
         if self._version != self._scale._version:
             self._version = self._scale._version
-            divisor = self._scale.detach().to(self._bucket.factor_0d.dtype) / self._bucket.factor
-            self._factors = (divisor.reciprocal(), divisor / self._bucket.num_replicas)
+            # from the rounded 1/W, so that a power of two changes no bit of a gradient
+            pack = self._bucket.factor_0d / self._scale.detach()
+            self._factors = (pack, 1.0 / (pack * self._bucket.num_replicas))
         return self._factors
 
 
