@@ -89,9 +89,8 @@ class LocalScaling:
         leaks = find_leaks(loss, owners, self._names)
         if leaks:
             raise RuntimeError(
-                "loss_scaling='local' cannot bound its regions, so that gradients would be off by their factor: "
-                f"{'; '.join(leaks)}. Pass tensors as arguments of the module and return them in a tuple, list or "
-                "dict, call the module itself, or name other regions=[...]."
+                "Gradients go past the boundaries of regions, whose loss scale would be wrong for them. "
+                f"{' '.join(leaks)} Or name other regions=[...]."
             )
 
     def detach(self) -> None:
