@@ -30,11 +30,20 @@ class CastingPrecision(Precision):
         """
         if not isinstance(self._inner, HalfPrecision):
             return self._inner.convert_module(module)
-        before = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
+        before = [(parameter, parameter.data) for parameter in module.parameters()]
+        # a cast changes parameters in place, and puts new tensors in the place of buffers
+        scalars = [
+            (layer, name, buffer)
+            for layer in module.modules()
+            for name, buffer in layer.named_buffers(recurse=False)
+            if buffer.ndim == 0
+        ]
         converted = self._inner.convert_module(module)
-        for tensor, original in before:
-            if tensor.ndim == 0:
-                tensor.data = original
+        for parameter, original in before:
+            if parameter.ndim == 0:
+                parameter.data = original
+        for layer, name, buffer in scalars:
+            setattr(layer, name, buffer)
         if self._keeps_originals:
             self._originals = {id(p): data for p, data in before if p.dtype != data.dtype and p.requires_grad}
         return converted

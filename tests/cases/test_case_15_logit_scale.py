@@ -69,8 +69,8 @@ def run_on_2(rank: Rank, ep: int) -> list[dict[str, Tensor]]:
 
 @on_ranks(2)
 def run_in_half(rank: Rank) -> list[dict[str, Tensor]]:
-    precision = MoEClipPrecision("16-mixed", device="cpu")
-    precision.scaler._init_scale = 256.0  # no gradient overflows: every step is taken
+    # no gradient overflows: every step is taken
+    precision = MoEClipPrecision("16-mixed", device="cpu", init_scale=256.0)
     return run(2, rank.index, {"plugins": [precision]})
 
 

@@ -352,8 +352,8 @@ def test_clipping_before_the_step_sees_unscaled_gradients(rank: Rank) -> None:
             path += 0.1 * float(torch.cat([p.grad.flatten() for p in net.parameters()]).norm())
 
     net = InHalf(script).float()
-    precision = MoEClipPrecision("16-mixed", device="cpu")
-    precision.scaler._init_scale = 256.0  # half precision holds every gradient then
+    # half precision holds every gradient then
+    precision = MoEClipPrecision("16-mixed", device="cpu", init_scale=256.0)
     trainer(plugins=[precision]).fit(net, share_of(BATCHES.float(), rank))
 
     true = InHalf()
@@ -380,8 +380,7 @@ def test_one_clip_over_two_scaled_optimizers_leaves_unscaled_gradients_to_both_s
             optimizer.step()
 
     net = InHalf(script).float()
-    precision = MoEClipPrecision("16-mixed", device="cpu")
-    precision.scaler._init_scale = 256.0
+    precision = MoEClipPrecision("16-mixed", device="cpu", init_scale=256.0)
     trainer(plugins=[precision]).fit(net, share_of(BATCHES.float(), rank))
     true = InHalf()
     engine = Plain(true, true.configure_optimizers())

@@ -1,6 +1,8 @@
 """Which precision plugins a strategy takes, and how a plugin is made."""
 
 import inspect
+import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,17 @@ from lightning_moeclip.precision import MoEClipPrecision
 from lightning_moeclip.strategy import MoEClipStrategy
 from lightning_moeclip.testing import Rank, on_ranks
 from tests.models import loader, quiet_trainer
+
+FLOAT, HALF, BFLOAT, DOUBLE = torch.float32, torch.float16, torch.bfloat16, torch.float64
+# by the string given: the precision that runs, and the dtypes of weights, of a 0-d parameter and of what is computed
+STRINGS = {
+    "32-true": ("32-true", FLOAT, FLOAT, FLOAT),
+    "64-true": ("64-true", DOUBLE, DOUBLE, DOUBLE),
+    "16-mixed": ("bf16-mixed", FLOAT, FLOAT, BFLOAT),  # Lightning runs it so on CPU, with a warning of its own
+    "bf16-mixed": ("bf16-mixed", FLOAT, FLOAT, BFLOAT),
+    "16-true": ("16-true", HALF, FLOAT, HALF),
+    "bf16-true": ("bf16-true", BFLOAT, FLOAT, BFLOAT),
+}
 
 
 class Own(Precision):
@@ -72,3 +85,62 @@ def test_precision_is_given_and_the_rest_is_named() -> None:
         "growth_interval": ("KEYWORD_ONLY", 2000),
         "master_weights": ("KEYWORD_ONLY", False),
     }
+
+
+class Scalars(LightningModule):
+    """Scalars of a user's own beside tensors, of each a parameter and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self.gain = torch.nn.Parameter(torch.tensor(1.0))
+        self.register_buffer("count", torch.tensor(3.0))
+        self.register_buffer("row", torch.ones(2))
+        self.register_buffer("index", torch.tensor([1]))
+        self.seen: list[torch.dtype] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        out = self.layer(batch) * self.gain
+        self.seen = [self.layer.weight.dtype, self.gain.dtype, out.dtype]
+        self.buffers_seen = {name: buffer.dtype for name, buffer in self.named_buffers()}
+        return out.float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@on_ranks(1)
+def test_every_string_of_a_trainer_becomes_our_plugin_and_trains_in_its_dtypes(rank: Rank) -> None:
+    for given, (runs, *dtypes) in STRINGS.items():
+        module = Scalars()
+        before = module.gain.item()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = quiet_trainer(1, precision=given)
+            trainer.fit(module, loader([torch.ones(2, 2)]))
+        plugin: Any = trainer.precision_plugin
+        assert type(plugin) is MoEClipPrecision
+        assert (plugin.precision, plugin.scaler) == (runs, None)
+        assert module.seen == dtypes, given
+        assert module.buffers_seen == {"count": dtypes[1], "row": dtypes[0], "index": torch.int64}, given
+        assert module.gain.item() != before, "a step was taken"
+        about = [str(w.message) for w in caught if "16" in str(w.message)]
+        assert len(about) == (given == "16-mixed"), about
+        assert all("using `bfloat16`" in text or "precision='bf16-mixed'" in text for text in about), about
+
+
+def test_16_mixed_as_an_instance_runs_float16_on_cpu() -> None:
+    module = Scalars()
+    trainer = quiet_trainer(1, plugins=[MoEClipPrecision("16-mixed", device="cpu", init_scale=64.0)])
+    trainer.fit(module, loader([torch.ones(2, 2)]))
+    assert module.seen == [FLOAT, FLOAT, HALF]
+    assert trainer.precision_plugin.scaler.get_scale() == 64.0
+
+
+def test_scale_and_interval_are_those_that_were_given() -> None:
+    scaler = MoEClipPrecision("16-mixed", device="cpu", init_scale=96, growth_interval=7).scaler
+    assert (scaler.get_scale(), scaler.get_growth_interval()) == (96.0, 7)
+    default = MoEClipPrecision("16-mixed", device="cpu").scaler
+    assert (default.get_scale(), default.get_growth_interval()) == (2.0**16, 2000)
+    for precision in ("32-true", "64-true", "bf16-mixed", "16-true", "bf16-true"):
+        assert MoEClipPrecision(precision, device="cpu").scaler is None

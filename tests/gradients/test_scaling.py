@@ -145,8 +145,7 @@ def test_infinite_gradient_on_one_rank_skips_the_step_on_all(rank: Rank) -> None
     for kind in (Half, HalfFused, HalfSGD):
         for clip in (None, 0.05):
             net = kind()
-            precision = MoEClipPrecision("16-mixed", device="cpu")
-            precision.scaler._init_scale = 256.0
+            precision = MoEClipPrecision("16-mixed", device="cpu", init_scale=256.0)
             trainer(plugins=[precision], gradient_clip_val=clip).fit(net, share_of(BATCHES, rank))
             assert all(other == net.history for other in gather_objects(net.history)), kind.__name__
             scales, weights = zip(*net.history, strict=True)
@@ -173,8 +172,7 @@ def test_scaled_training_equals_unscaled_within_half_precision(rank: Rank) -> No
     for kind in (Calm, CalmFused):
         for clip in (None, 0.05):
             net, true = kind(), kind().double()
-            precision = MoEClipPrecision("16-mixed", device="cpu")
-            precision.scaler._init_scale = 256.0
+            precision = MoEClipPrecision("16-mixed", device="cpu", init_scale=256.0)
             trainer(plugins=[precision], gradient_clip_val=clip).fit(net, share_of(BATCHES, rank))
             optimizer = true.configure_optimizers()
             path = 0.0

@@ -47,6 +47,7 @@ class TinyExperts(nn.Module):
         super().__init__()
         self.num_experts = num_experts
         self.expert_axis: ExpertAxis | None = None
+        self.are_resting = False  # they compute, and get no gradient
         self.weight = nn.Parameter(torch.randn(num_experts, dim, dim, dtype=torch.float64) / dim)
 
     def expert_parameters(self) -> dict[str, nn.Parameter]:
@@ -63,5 +64,6 @@ class TinyExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         axis = self.expert_axis
         tokens = x if axis is None else _Gather.apply(x, axis)
-        y = torch.einsum("td,edf->etf", tokens, self.weight).tanh().sum(0)
+        weight = self.weight.detach() if self.are_resting else self.weight
+        y = torch.einsum("td,edf->etf", tokens, weight).tanh().sum(0)
         return y if axis is None else ledger.enter(_Combine.apply(y, axis))
