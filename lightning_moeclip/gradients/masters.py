@@ -7,6 +7,7 @@ hooks see one gradient, whichever of the two they ask, and micro-batches are sum
 Where a value in 16 bits is not the rounding of the master, somebody has edited it, and it wins, element by element.
 """
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -252,7 +253,24 @@ class MasterWeights:
         for master in self._masters.values():
             master.settle()
 
-    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        position = args[1] if len(args) > 1 else None
+        closure = kwargs.get("closure", position)
+        if not callable(closure):
+            self._before_update(optimizer)
+            return None
+
+        @functools.wraps(closure)
+        def closure_then_update(*given: Any, **named: Any) -> Any:
+            returned = closure(*given, **named)
+            self._before_update(optimizer)
+            return returned
+
+        if position is closure:
+            return (args[0], closure_then_update, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_then_update}
+
+    def _before_update(self, optimizer: Optimizer) -> None:
         self.cover([optimizer])  # groups added since the training step began
         for master in _masters_in(optimizer):
             master.attach()

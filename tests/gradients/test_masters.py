@@ -182,13 +182,23 @@ def held_by(trainer: Any, index: int = 0) -> list[nn.Parameter]:
 
 
 class Editing(Clip):
-    """Writes into the 16-bit weights between two steps."""
+    """Writes into the 16-bit weights of the second step, before it or just before the optimizer does."""
+
+    def __init__(self, *, hook: str) -> None:
+        super().__init__(lr=1e-6)
+        self.hook = hook
+
+    def edit(self, hook: str, step: int) -> None:
+        if (self.hook, 1) == (hook, step):
+            self.before = held_by(self.trainer)[0].detach().clone()
+            with torch.no_grad():
+                self.stem.weight[0].fill_(1.5)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        with torch.no_grad():
-            if batch_idx == 1:
-                self.before = held_by(self.trainer)[0].detach().clone()
-                self.stem.weight[0].fill_(1.5)
+        self.edit("on_train_batch_start", batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.edit("on_before_optimizer_step", self.trainer.global_step)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
@@ -197,14 +207,15 @@ class Editing(Clip):
 
 @on_ranks(1)
 def test_edit_of_a_16_bit_parameter_survives_the_next_step_and_the_rest_keeps_its_digits(rank: Rank) -> None:
-    module = Editing(lr=1e-6)
-    trainer = fit(module, pairs(2))
-    assert held_by(trainer)[0].model_parameter is module.stem.weight
-    # AdamW moves by lr at most, and a little by its decay
-    assert (module.after[0] - 1.5).abs().max() < 3e-6
-    assert (module.after[1:] - module.before[1:]).abs().max() < 3e-6
-    assert not torch.equal(module.after, module.after.bfloat16().float())
-    assert torch.equal(module.stem.weight[0], torch.full((DIM,), 1.5, dtype=torch.bfloat16))
+    for hook in ("on_train_batch_start", "on_before_optimizer_step"):
+        module = Editing(hook=hook)
+        trainer = fit(module, pairs(2))
+        assert held_by(trainer)[0].model_parameter is module.stem.weight
+        # AdamW moves by lr at most, and a little by its decay
+        assert (module.after[0] - 1.5).abs().max() < 3e-6
+        assert (module.after[1:] - module.before[1:]).abs().max() < 3e-6
+        assert not torch.equal(module.after, module.after.bfloat16().float())
+        assert torch.equal(module.stem.weight[0], torch.full((DIM,), 1.5, dtype=torch.bfloat16))
 
 
 class ClippedWeights(Clip):
