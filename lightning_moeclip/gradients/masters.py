@@ -101,18 +101,23 @@ class MasterParameter(nn.Parameter):
 
     def agree(self) -> None:
         """Note that parameter and master hold the same value."""
-        self._agreed = (self.model_parameter._version, self.model_parameter.data_ptr(), self._version)
+        self._agreed = self._edits()
+
+    def _edits(self) -> tuple[int, int, int]:
+        """Counts of in-place changes of both, and where the parameter lies: what an edit changes."""
+        return self.model_parameter._version, self.model_parameter.data_ptr(), self._version
 
     @torch.no_grad()
     def settle(self) -> None:
         """Make master and parameter agree after either was edited in place; an edit of the parameter wins."""
-        if self._agreed != (self.model_parameter._version, self.model_parameter.data_ptr(), self._version):
-            is_edited = self._agreed[:2] != (self.model_parameter._version, self.model_parameter.data_ptr())
-            if is_edited:
-                self.copy_(widened(self.model_parameter, self))
-            else:
-                self.model_parameter.copy_(self)
-            self.agree()
+        edits = self._edits()
+        if edits == self._agreed:
+            return
+        if edits[:2] != self._agreed[:2]:
+            self.copy_(widened(self.model_parameter, self))
+        else:
+            self.model_parameter.copy_(self)
+        self.agree()
 
 
 # torch takes its multi-tensor kernels for the classes on its list, to which DTensor adds itself the same way
@@ -150,8 +155,9 @@ def widened(narrow: Tensor, *candidates: Tensor) -> Tensor:
 class MasterWeights:
     """Masters of all 16-bit parameters that optimizers hold, and the way between them and the module.
 
-    An edit of a 16-bit parameter through ``.data`` leaves no trace that could be looked for in each step: it is seen
-    by checkpoints, and lost at the next step. Edits under ``torch.no_grad()`` are seen always.
+    An edit of a 16-bit parameter under ``torch.no_grad()`` is seen always. One through ``.data`` is seen where the
+    tensor is another one; where it changes the old one in place it leaves no trace that each step could look for, and
+    is seen by checkpoints alone.
     """
 
     def __init__(self, *, axis: ExpertAxis | None = None, previous: "MasterWeights | None" = None) -> None:

@@ -424,6 +424,16 @@ def test_step_that_the_scaler_skips_moves_no_master_on_any_rank(rank: Rank) -> N
         assert not any(torch.equal(a, b) for a, b in zip(second, third, strict=True))
 
 
+@on_ranks(2)
+def test_masters_start_as_those_of_the_first_rank_to_the_last_digit(rank: Rank) -> None:
+    module, first = Clip(), Clip()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(1 + rank.index * 1e-5)  # the same in 16 bits, nearly everywhere
+    state = fit(module, pairs(1), world_size=2).strategy.lightning_module_state_dict()
+    assert all(torch.equal(state[name], p) for name, p in first.named_parameters())
+
+
 class WithLBFGS(Clip):
     def configure_optimizers(self) -> Optimizer:
         return torch.optim.LBFGS(self.parameters())
