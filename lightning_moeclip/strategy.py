@@ -247,10 +247,7 @@ class MoEClipStrategy(GuardedStrategy):
         previous, self._loaded, self._masters = self._masters, None, None
         if not self.precision_plugin.has_master_weights:
             return
-        self._masters = MasterWeights(
-            axis=None if self._experts is None else self._experts.axis,
-            previous=previous,
-        )
+        self._masters = MasterWeights(axis=self.mesh.experts, previous=previous)
         self._masters.cover(self._plain_optimizers())
         self._masters.take(originals)
         self._masters.take(self._by_parameter(loaded))
@@ -383,14 +380,15 @@ class MoEClipStrategy(GuardedStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """State dict with whole experts; every rank must call this."""
         # after spawn the main process has whole experts and nobody to meet
-        if self.has_failed or self._mesh is None:
-            state = self.lightning_module.state_dict()
-            return state if self._masters is None else self._masters.wide_state(state, self.lightning_module)
-        broadcast_buffers(self.lightning_module, self.mesh)
-        state = self.lightning_module.state_dict()
+        is_alone = self.has_failed or self._mesh is None
+        if not is_alone:
+            broadcast_buffers(self.lightning_module, self.mesh)
+        state: dict[str, Any] = self.lightning_module.state_dict()
         if self._masters is not None:
             state = self._masters.wide_state(state, self.lightning_module)
-        return state if self._experts is None else self._experts.whole_model_state(state, self.lightning_module)
+        if is_alone or self._experts is None:
+            return state
+        return self._experts.whole_model_state(state, self.lightning_module)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -410,19 +408,15 @@ class MoEClipStrategy(GuardedStrategy):
             return state
         return self._experts.whole_optimizer_state(optimizer, state)
 
-    def _held(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Masters in the place of parameters that have one."""
-        return {name: p if self._masters is None else self._masters.held(p) for name, p in parameters.items()}
-
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self._experts is not None and not self.has_failed:
             # callbacks may have put a state of their own here, such as averaged weights
             checkpoint["state_dict"] = self._experts.whole_model_state(checkpoint["state_dict"], self.lightning_module)
         outside = optimizer_only_parameters(self.lightning_module, self._plain_optimizers())
-        checkpoint[CHECKPOINT_KEY] = checkpoint_entry(
-            self._held(outside), expert_parallel_size=self.expert_parallel_size
-        )
+        masters = self._masters
+        values = {name: p if masters is None else masters.wide_value(p) for name, p in outside.items()}
+        checkpoint[CHECKPOINT_KEY] = checkpoint_entry(values, expert_parallel_size=self.expert_parallel_size)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     @override
@@ -430,9 +424,11 @@ class MoEClipStrategy(GuardedStrategy):
         states = checkpoint["optimizer_states"]
         check_number_of_optimizers(states, self._plain_optimizers())
         outside = optimizer_only_parameters(self.lightning_module, self._plain_optimizers())
-        load_parameters(checkpoint.get(CHECKPOINT_KEY), self._held(outside))
-        if self._masters is not None:
-            self._masters.settle()
+        masters = self._masters
+        held = {name: p if masters is None else masters.held(p) for name, p in outside.items()}
+        load_parameters(checkpoint.get(CHECKPOINT_KEY), held)
+        if masters is not None:
+            masters.settle()
         if self._experts is not None:
             pairs = zip(self._plain_optimizers(), states, strict=True)
             states = [self._experts.own_optimizer_state(optimizer, state) for optimizer, state in pairs]

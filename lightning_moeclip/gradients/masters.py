@@ -186,6 +186,11 @@ class MasterWeights:
         """What an optimizer steps for ``parameter``: its master, or itself."""
         return self._masters.get(id(parameter), parameter)
 
+    def wide_value(self, parameter: nn.Parameter) -> Tensor:
+        """Float32 value of a parameter that has a master, and the parameter itself of one that has none."""
+        master = self._masters.get(id(parameter))
+        return parameter if master is None else widened(parameter, master)
+
     def cover(self, optimizers: Sequence[Optimizer]) -> None:
         """Put a master in the place of each 16-bit parameter that has none there, with its optimizer state.
 
