@@ -215,11 +215,11 @@ class MoEClipStrategy(GuardedStrategy):
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers, then the plan and the buckets; compares both over ranks."""
         super().setup_optimizers(trainer)
-        self._adopt_optimizer_parameters()
+        digits = self._adopt_optimizer_parameters()
         if self._corridor is not None:
             self._corridor.detach()
         module, optimizers = self.lightning_module, self._plain_optimizers()
-        self._make_masters()
+        self._make_masters(digits | self.precision_plugin.take_originals())
         names = parameter_names(module, optimizers)
         checks.check_one_optimizer_each(optimizers, names)
         roles = read_roles(module, self._settings.towers)
@@ -241,10 +241,14 @@ class MoEClipStrategy(GuardedStrategy):
             report=self._note_clipping,
         )
 
-    def _make_masters(self) -> None:
-        """Float32 masters for what the optimizers hold in 16 bits, with all the digits that are known."""
-        originals, loaded = self.precision_plugin.take_originals(), self._loaded or {}
-        previous, self._loaded, self._masters = self._masters, None, None
+    def _make_masters(self, originals: Mapping[int, Tensor]) -> None:
+        """Float32 masters for what the optimizers hold in 16 bits.
+
+        Args:
+            originals: values before they were cast, by the id of the parameter.
+        """
+        loaded, previous = self._loaded or {}, self._masters
+        self._loaded = self._masters = None
         if not self.precision_plugin.has_master_weights:
             return
         self._masters = MasterWeights(axis=self.mesh.experts, previous=previous)
@@ -267,14 +271,19 @@ class MoEClipStrategy(GuardedStrategy):
     def _plain_optimizers(self) -> list[Optimizer]:
         return [o for o in self.optimizers if isinstance(o, Optimizer)]
 
-    def _adopt_optimizer_parameters(self) -> None:
-        """Give every rank the first one's values of parameters that only an optimizer holds, on its device."""
+    def _adopt_optimizer_parameters(self) -> dict[int, Tensor]:
+        """Give every rank the first one's values of parameters that only an optimizer holds, on its device.
+
+        Returns:
+            Values before the cast of those that are in another dtype now, by id.
+        """
         module, optimizers = self.lightning_module, self._plain_optimizers()
         # on every rank: whether there is anything to broadcast must not be one rank's own decision
         checks.check_same_on_all_ranks(placement(module, optimizers), what="What the optimizers hold")
         outside = optimizer_only_parameters(module, optimizers)
         if not outside:
-            return
+            return {}
+        before = {id(p): p.data for p in outside.values()}
         self.refuse_lost_parameters(list(outside), why="is in an optimizer and not in the LightningModule")
         for parameter in outside.values():
             self.precision_plugin.convert_parameter(parameter)
@@ -285,6 +294,7 @@ class MoEClipStrategy(GuardedStrategy):
             "They are reduced over ranks and saved for ckpt_path=..., but load_from_checkpoint will not see them: "
             "make them attributes of the module."
         )
+        return {id(p): before[id(p)] for p in outside.values() if p.dtype is not before[id(p)].dtype}
 
     # -- a step
 
