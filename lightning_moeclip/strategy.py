@@ -221,7 +221,7 @@ class MoEClipStrategy(GuardedStrategy):
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers, then the plan and the buckets; compares both over ranks."""
         super().setup_optimizers(trainer)
-        self._adopt_optimizer_parameters()
+        digits = self._adopt_optimizer_parameters()
         if self._corridor is not None:
             self._corridor.detach()
         module, optimizers = self.lightning_module, self._plain_optimizers()
@@ -233,7 +233,7 @@ class MoEClipStrategy(GuardedStrategy):
                 has_masters=self.precision_plugin.has_master_weights,
                 is_scaled=self.precision_plugin.scaler is not None,
             )
-        self._make_masters()
+        self._make_masters(digits | self.precision_plugin.take_originals())
         names = parameter_names(module, optimizers)
         checks.check_one_optimizer_each(optimizers, names)
         checks.warn_of_scale_decay(optimizers, names, roles, undecayed_parameters(module))
@@ -256,16 +256,17 @@ class MoEClipStrategy(GuardedStrategy):
             stepped=[(model_parameter(p), p) for o in optimizers for group in o.param_groups for p in group["params"]],
         )
 
-    def _make_masters(self) -> None:
-        """Float32 masters for what the optimizers hold in 16 bits, with all the digits that are known."""
-        originals, loaded = self.precision_plugin.take_originals(), self._loaded or {}
-        previous, self._loaded, self._masters = self._masters, None, None
+    def _make_masters(self, originals: Mapping[int, Tensor]) -> None:
+        """Float32 masters for what the optimizers hold in 16 bits.
+
+        Args:
+            originals: values before they were cast, by the id of the parameter.
+        """
+        loaded, previous = self._loaded or {}, self._masters
+        self._loaded = self._masters = None
         if not self.precision_plugin.has_master_weights:
             return
-        self._masters = MasterWeights(
-            axis=None if self._experts is None else self._experts.axis,
-            previous=previous,
-        )
+        self._masters = MasterWeights(axis=self.mesh.experts, previous=previous)
         self._masters.cover(self._plain_optimizers())
         self._masters.take(originals)
         self._masters.take(self._by_parameter(loaded))
@@ -285,14 +286,19 @@ class MoEClipStrategy(GuardedStrategy):
     def _plain_optimizers(self) -> list[Optimizer]:
         return [o for o in self.optimizers if isinstance(o, Optimizer)]
 
-    def _adopt_optimizer_parameters(self) -> None:
-        """Give every rank the first one's values of parameters that only an optimizer holds, on its device."""
+    def _adopt_optimizer_parameters(self) -> dict[int, Tensor]:
+        """Give every rank the first one's values of parameters that only an optimizer holds, on its device.
+
+        Returns:
+            Values before the cast of those that are in another dtype now, by id.
+        """
         module, optimizers = self.lightning_module, self._plain_optimizers()
         # on every rank: whether there is anything to broadcast must not be one rank's own decision
         checks.check_same_on_all_ranks(placement(module, optimizers), what="What the optimizers hold")
         outside = optimizer_only_parameters(module, optimizers)
         if not outside:
-            return
+            return {}
+        before = {id(p): p.data for p in outside.values()}
         self.refuse_lost_parameters(list(outside), why="is in an optimizer and not in the LightningModule")
         for parameter in outside.values():
             self.precision_plugin.convert_parameter(parameter)
@@ -303,6 +309,7 @@ class MoEClipStrategy(GuardedStrategy):
             "They are reduced over ranks and saved for ckpt_path=..., but load_from_checkpoint will not see them: "
             "make them attributes of the module."
         )
+        return {id(p): before[id(p)] for p in outside.values() if p.dtype is not before[id(p)].dtype}
 
     # -- a step
 
@@ -407,14 +414,15 @@ class MoEClipStrategy(GuardedStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """State dict with whole experts; every rank must call this."""
         # after spawn the main process has whole experts and nobody to meet
-        if self.has_failed or self._mesh is None:
-            state = self.lightning_module.state_dict()
-            return state if self._masters is None else self._masters.wide_state(state, self.lightning_module)
-        broadcast_buffers(self.lightning_module, self.mesh)
-        state = self.lightning_module.state_dict()
+        is_alone = self.has_failed or self._mesh is None
+        if not is_alone:
+            broadcast_buffers(self.lightning_module, self.mesh)
+        state: dict[str, Any] = self.lightning_module.state_dict()
         if self._masters is not None:
             state = self._masters.wide_state(state, self.lightning_module)
-        return state if self._experts is None else self._experts.whole_model_state(state, self.lightning_module)
+        if is_alone or self._experts is None:
+            return state
+        return self._experts.whole_model_state(state, self.lightning_module)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -434,19 +442,15 @@ class MoEClipStrategy(GuardedStrategy):
             return state
         return self._experts.whole_optimizer_state(optimizer, state)
 
-    def _held(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Masters in the place of parameters that have one."""
-        return {name: p if self._masters is None else self._masters.held(p) for name, p in parameters.items()}
-
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self._experts is not None and not self.has_failed:
             # callbacks may have put a state of their own here, such as averaged weights
             checkpoint["state_dict"] = self._experts.whole_model_state(checkpoint["state_dict"], self.lightning_module)
         outside = optimizer_only_parameters(self.lightning_module, self._plain_optimizers())
-        checkpoint[CHECKPOINT_KEY] = checkpoint_entry(
-            self._held(outside), expert_parallel_size=self.expert_parallel_size
-        )
+        masters = self._masters
+        values = {name: p if masters is None else masters.wide_value(p) for name, p in outside.items()}
+        checkpoint[CHECKPOINT_KEY] = checkpoint_entry(values, expert_parallel_size=self.expert_parallel_size)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     @override
@@ -454,9 +458,11 @@ class MoEClipStrategy(GuardedStrategy):
         states = checkpoint["optimizer_states"]
         check_number_of_optimizers(states, self._plain_optimizers())
         outside = optimizer_only_parameters(self.lightning_module, self._plain_optimizers())
-        load_parameters(checkpoint.get(CHECKPOINT_KEY), self._held(outside))
-        if self._masters is not None:
-            self._masters.settle()
+        masters = self._masters
+        held = {name: p if masters is None else masters.held(p) for name, p in outside.items()}
+        load_parameters(checkpoint.get(CHECKPOINT_KEY), held)
+        if masters is not None:
+            masters.settle()
         if self._experts is not None:
             pairs = zip(self._plain_optimizers(), states, strict=True)
             states = [self._experts.own_optimizer_state(optimizer, state) for optimizer, state in pairs]

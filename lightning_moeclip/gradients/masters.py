@@ -7,6 +7,7 @@ hooks see one gradient, whichever of the two they ask, and micro-batches are sum
 Where a value in 16 bits is not the rounding of the master, somebody has edited it, and it wins, element by element.
 """
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -100,18 +101,23 @@ class MasterParameter(nn.Parameter):
 
     def agree(self) -> None:
         """Note that parameter and master hold the same value."""
-        self._agreed = (self.model_parameter._version, self.model_parameter.data_ptr(), self._version)
+        self._agreed = self._edits()
+
+    def _edits(self) -> tuple[int, int, int]:
+        """Counts of in-place changes of both, and where the parameter lies: what an edit changes."""
+        return self.model_parameter._version, self.model_parameter.data_ptr(), self._version
 
     @torch.no_grad()
     def settle(self) -> None:
         """Make master and parameter agree after either was edited in place; an edit of the parameter wins."""
-        if self._agreed != (self.model_parameter._version, self.model_parameter.data_ptr(), self._version):
-            is_edited = self._agreed[:2] != (self.model_parameter._version, self.model_parameter.data_ptr())
-            if is_edited:
-                self.copy_(widened(self.model_parameter, self))
-            else:
-                self.model_parameter.copy_(self)
-            self.agree()
+        edits = self._edits()
+        if edits == self._agreed:
+            return
+        if edits[:2] != self._agreed[:2]:
+            self.copy_(widened(self.model_parameter, self))
+        else:
+            self.model_parameter.copy_(self)
+        self.agree()
 
 
 # torch takes its multi-tensor kernels for the classes on its list, to which DTensor adds itself the same way
@@ -149,8 +155,9 @@ def widened(narrow: Tensor, *candidates: Tensor) -> Tensor:
 class MasterWeights:
     """Masters of all 16-bit parameters that optimizers hold, and the way between them and the module.
 
-    An edit of a 16-bit parameter through ``.data`` leaves no trace that could be looked for in each step: it is seen
-    by checkpoints, and lost at the next step. Edits under ``torch.no_grad()`` are seen always.
+    An edit of a 16-bit parameter under ``torch.no_grad()`` is seen always. One through ``.data`` is seen where the
+    tensor is another one; where it changes the old one in place it leaves no trace that each step could look for, and
+    is seen by checkpoints alone.
     """
 
     def __init__(self, *, axis: ExpertAxis | None = None, previous: "MasterWeights | None" = None) -> None:
@@ -178,6 +185,11 @@ class MasterWeights:
     def held(self, parameter: nn.Parameter) -> nn.Parameter:
         """What an optimizer steps for ``parameter``: its master, or itself."""
         return self._masters.get(id(parameter), parameter)
+
+    def wide_value(self, parameter: nn.Parameter) -> Tensor:
+        """Float32 value of a parameter that has a master, and the parameter itself of one that has none."""
+        master = self._masters.get(id(parameter))
+        return parameter if master is None else widened(parameter, master)
 
     def cover(self, optimizers: Sequence[Optimizer]) -> None:
         """Put a master in the place of each 16-bit parameter that has none there, with its optimizer state.
@@ -252,7 +264,24 @@ class MasterWeights:
         for master in self._masters.values():
             master.settle()
 
-    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        position = args[1] if len(args) > 1 else None
+        closure = kwargs.get("closure", position)
+        if not callable(closure):
+            self._before_update(optimizer)
+            return None
+
+        @functools.wraps(closure)
+        def closure_then_update(*given: Any, **named: Any) -> Any:
+            returned = closure(*given, **named)
+            self._before_update(optimizer)
+            return returned
+
+        if position is closure:
+            return (args[0], closure_then_update, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_then_update}
+
+    def _before_update(self, optimizer: Optimizer) -> None:
         self.cover([optimizer])  # groups added since the training step began
         for master in _masters_in(optimizer):
             master.attach()

@@ -29,9 +29,9 @@ def placement(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
     ]
 
 
-def checkpoint_entry(own: Mapping[str, nn.Parameter], *, expert_parallel_size: int) -> dict[str, Any]:
+def checkpoint_entry(own: Mapping[str, Tensor], *, expert_parallel_size: int) -> dict[str, Any]:
     """What a checkpoint holds under ``CHECKPOINT_KEY``: ``own`` by place, and the layout that wrote it."""
-    values = {name: parameter.detach().clone() for name, parameter in own.items()}
+    values = {name: value.detach().clone() for name, value in own.items()}
     return {"expert_parallel_size": expert_parallel_size, "optimizer_parameters": values}
 
 

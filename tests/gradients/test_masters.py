@@ -1,6 +1,5 @@
 """Float32 masters of 16-bit parameters: what small steps leave, what gradients are, and who sees an edit."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,17 +9,12 @@ from torch.optim import Optimizer
 
 from lightning_moeclip import MoEClipPrecision, MoEClipStrategy
 from lightning_moeclip.binding import LightningModule
-from lightning_moeclip.gradients.masters import MasterParameter, MasterWeights
-from lightning_moeclip.modules import ContrastiveLoss, MoE
+from lightning_moeclip.gradients.masters import MasterParameter
 from lightning_moeclip.testing import Rank, on_ranks
+from tests.gradients.narrow_clip import DIM, Clip, fit, held_by, masters, pairs
 from tests.models import loader, quiet_trainer
 
 UNIT = 2.0**-24  # rounding of float32
-DIM = 8
-
-
-def masters(precision: str = "bf16-true", **settings: Any) -> MoEClipPrecision:
-    return MoEClipPrecision(precision, device="cpu", master_weights=True, **settings)
 
 
 class Regression(LightningModule):
@@ -61,46 +55,6 @@ def test_200_small_steps_in_bfloat16_learn_like_float32_with_masters_and_next_to
     print(f"decrease of the loss relative to float32: with masters {with_masters:.3f}, plain bf16-true {plain:.3f}")
     assert abs(with_masters - 1) < 0.05
     assert plain < 0.5
-
-
-class Clip(LightningModule):
-    """Dense layers, experts and our loss; notes each gradient as autograd hands it over, and the outcome."""
-
-    def __init__(self, *, lr: float = 0.0) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.lr = lr
-        self.stem = nn.Linear(DIM, DIM)
-        self.moe = MoE(DIM, 16, 4, top_k=2)
-        self.head = nn.Linear(DIM, DIM)
-        self.loss = ContrastiveLoss()
-        self.arrived: dict[str, list[Tensor]] = {}
-        self.reduced: dict[str, Tensor] = {}
-
-    def features(self, x: Tensor) -> Tensor:
-        hidden = self.stem(x)
-        return self.head(hidden + self.moe(hidden))
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        dtype = self.stem.weight.dtype
-        return self.loss(self.features(batch[0].to(dtype)), self.features(batch[1].to(dtype)))
-
-    def on_train_start(self) -> None:
-        for name, p in self.named_parameters():
-            if p.dtype.itemsize == 2 and p.requires_grad:
-                arrived = self.arrived.setdefault(name, [])
-                p.register_hook(lambda g, arrived=arrived: arrived.append(g.detach().clone()))
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        self.reduced = {n: p.grad.clone() for n, p in self.named_parameters() if p.grad is not None}
-
-    def configure_optimizers(self) -> Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=self.lr)
-
-
-def pairs(num_batches: int, *, num_rows: int = 12, seed: int = 5) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [tuple(torch.randn(2, num_rows, DIM, generator=generator).unbind()) for _ in range(num_batches)]
 
 
 def gradients_of_a_step(rank: Rank, precision: str, ep: int, accumulate: int) -> dict[str, Any]:
@@ -170,25 +124,24 @@ def test_gradient_of_a_master_is_the_float32_sum_of_what_autograd_left_on_each_r
     assert num_coarse > 0 or accumulate * len(ranks) == 1, "summing in 16 bits would have passed as well"
 
 
-def fit(module: LightningModule, data: list, *, world_size: int = 1, **settings: Any) -> Any:
-    plugins = settings.pop("plugins", None) or [masters()]
-    trainer = quiet_trainer(world_size, plugins=plugins, **settings)
-    trainer.fit(module, loader(data))
-    return trainer
-
-
-def held_by(trainer: Any, index: int = 0) -> list[nn.Parameter]:
-    return [p for group in trainer.optimizers[index].param_groups for p in group["params"]]
-
-
 class Editing(Clip):
-    """Writes into the 16-bit weights between two steps."""
+    """Writes into the 16-bit weights of the second step, before it or just before the optimizer does."""
+
+    def __init__(self, *, hook: str) -> None:
+        super().__init__(lr=1e-6)
+        self.hook = hook
+
+    def edit(self, hook: str, step: int) -> None:
+        if (self.hook, 1) == (hook, step):
+            self.before = held_by(self.trainer)[0].detach().clone()
+            with torch.no_grad():
+                self.stem.weight[0].fill_(1.5)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        with torch.no_grad():
-            if batch_idx == 1:
-                self.before = held_by(self.trainer)[0].detach().clone()
-                self.stem.weight[0].fill_(1.5)
+        self.edit("on_train_batch_start", batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.edit("on_before_optimizer_step", self.trainer.global_step)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
@@ -197,14 +150,15 @@ class Editing(Clip):
 
 @on_ranks(1)
 def test_edit_of_a_16_bit_parameter_survives_the_next_step_and_the_rest_keeps_its_digits(rank: Rank) -> None:
-    module = Editing(lr=1e-6)
-    trainer = fit(module, pairs(2))
-    assert held_by(trainer)[0].model_parameter is module.stem.weight
-    # AdamW moves by lr at most, and a little by its decay
-    assert (module.after[0] - 1.5).abs().max() < 3e-6
-    assert (module.after[1:] - module.before[1:]).abs().max() < 3e-6
-    assert not torch.equal(module.after, module.after.bfloat16().float())
-    assert torch.equal(module.stem.weight[0], torch.full((DIM,), 1.5, dtype=torch.bfloat16))
+    for hook in ("on_train_batch_start", "on_before_optimizer_step"):
+        module = Editing(hook=hook)
+        trainer = fit(module, pairs(2))
+        assert held_by(trainer)[0].model_parameter is module.stem.weight
+        # AdamW moves by lr at most, and a little by its decay
+        assert (module.after[0] - 1.5).abs().max() < 3e-6
+        assert (module.after[1:] - module.before[1:]).abs().max() < 3e-6
+        assert not torch.equal(module.after, module.after.bfloat16().float())
+        assert torch.equal(module.stem.weight[0], torch.full((DIM,), 1.5, dtype=torch.bfloat16))
 
 
 class ClippedWeights(Clip):
@@ -234,7 +188,10 @@ class Watching(Clip):
         narrow = [master.model_parameter for master in held]
         assert {p.dtype for p in narrow} == {torch.bfloat16}
         assert all(p.grad.dtype is torch.float32 and p.grad is m.grad for p, m in zip(narrow, held, strict=True))
-        reducer = self.trainer.strategy._corridor.reducer
+        corridor = self.trainer.strategy._corridor
+        assert corridor.count_unplanned() == 0  # a master is no parameter that the plan has missed
+        assert not corridor.is_outdated()
+        reducer = corridor.reducer
         if reducer is not None:
             flat = {bucket.flat.untyped_storage().data_ptr() for bucket in reducer.buckets}
             assert {p.grad.untyped_storage().data_ptr() for p in narrow} <= flat
@@ -269,64 +226,6 @@ def test_logit_scale_stays_float32_and_its_clamp_acts_on_what_the_optimizer_step
     assert float(module.loss.logit_scale) == pytest.approx(4.6052, abs=1e-4)
 
 
-class Script(LightningModule):
-    """Two optimizers in turn, on parts that share nothing."""
-
-    def __init__(self, step: Callable[["Script", Tensor], None]) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        torch.manual_seed(4)
-        self.step = step
-        self.maker, self.critic = nn.Linear(DIM, DIM), nn.Linear(DIM, 1)
-        self.gradients: list[dict[str, Tensor | None]] = []
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.step(self, batch[0].to(self.maker.weight.dtype))
-
-    def note(self) -> None:
-        self.gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in self.named_parameters()})
-
-    def configure_optimizers(self) -> list[Optimizer]:
-        return [torch.optim.SGD(part.parameters(), lr=1e-3) for part in (self.maker, self.critic)]
-
-
-def toggled(module: Script, x: Tensor) -> None:
-    for optimizer in module.optimizers():
-        with optimizer.toggle_model():
-            module.manual_backward(module.critic(module.maker(x)).square().mean())
-            module.note()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def raw(module: Script, x: Tensor) -> None:
-    before = module.maker.weight.detach().clone()
-    optimizer, _ = module.optimizers(use_pl_optimizer=False)
-    module.critic(module.maker(x)).square().mean().mul(64).backward()
-    module.trainer.strategy.clip_grad_norm_(1e9)
-    held = optimizer.param_groups[0]["params"][0]
-    wanted = held.detach().add(held.grad, alpha=-1e-3)
-    optimizer.step()
-    assert torch.equal(held, wanted)
-    assert torch.equal(module.maker.weight, wanted.bfloat16())
-    assert not torch.equal(module.maker.weight, before)
-
-
-@on_ranks(2)
-def test_toggled_optimizer_switches_gradients_of_the_others_off(rank: Rank) -> None:
-    module = Script(toggled)
-    fit(module, pairs(1), world_size=2)
-    first, second = ({n for n, g in step.items() if g is not None} for step in module.gradients)
-    assert first == {"maker.weight", "maker.bias"}
-    assert second == {"critic.weight", "critic.bias"}
-    assert all(p.requires_grad for p in module.parameters())
-
-
-@on_ranks(2)
-def test_raw_optimizer_and_raw_backward_step_the_masters(rank: Rank) -> None:
-    fit(Script(raw), pairs(2), world_size=2)
-
-
 @on_ranks(2)
 def test_norm_of_masters_counts_each_parameter_once(rank: Rank) -> None:
     module = Clip()
@@ -341,106 +240,17 @@ def test_norm_of_masters_counts_each_parameter_once(rank: Rank) -> None:
     assert float(strategy.report.total_norm) == pytest.approx(square**0.5, rel=1e-6)
 
 
-class Finetuned(Clip):
-    """Takes the head into the optimizer in the second epoch, and wrongly the stem once more."""
-
-    is_duplicate = False
-
-    def configure_optimizers(self) -> Optimizer:
-        self.head.requires_grad_(False)
-        return torch.optim.AdamW([*self.stem.parameters(), *self.moe.parameters()], lr=1e-3)
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.head.requires_grad_(True)
-            added = [*self.head.parameters(), *(self.stem.parameters() if self.is_duplicate else ())]
-            self.trainer.optimizers[0].add_param_group({"params": added})
-
-
-class Duplicated(Finetuned):
-    is_duplicate = True
-
-
-def check_finetuned(module: Clip, world_size: int) -> None:
-    trainer = fit(module, pairs(1), world_size=world_size, max_epochs=2)
-    groups = trainer.optimizers[0].param_groups
-    assert [len(group["params"]) for group in groups] == [2 + len(list(module.moe.parameters())), 2]
-    assert sum(isinstance(p, MasterParameter) for group in groups for p in group["params"]) == 6
-    assert {"head.weight", "stem.weight"} <= module.reduced.keys()
-    assert torch.equal(module.head.weight, groups[1]["params"][0].bfloat16())
-
-
 @on_ranks(2)
-def test_parameters_that_a_callback_adds_get_masters(rank: Rank) -> None:
-    for kind in (Finetuned, Duplicated):
-        check_finetuned(kind(), 2)
-
-
-@on_ranks(1)
-def test_parameters_that_a_callback_adds_get_masters_on_one_process(rank: Rank) -> None:
-    for kind in (Finetuned, Duplicated):
-        check_finetuned(kind(), 1)
-
-
-class Overflowing(Clip):
-    """Rank 1 overflows in the second of three steps; each step notes the masters behind it."""
-
-    is_fused = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss * float("inf") if (self.global_rank, batch_idx) == (1, 1) else loss
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.steps = [*getattr(self, "steps", []), [p.detach().clone() for p in held_by(self.trainer)]]
-
-    def configure_optimizers(self) -> Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=self.is_fused)
-
-
-class FusedOverflowing(Overflowing):
-    is_fused = True
-
-
-@on_ranks(2)
-def test_step_that_the_scaler_skips_moves_no_master_on_any_rank(rank: Rank) -> None:
-    for kind in (Overflowing, FusedOverflowing):
-        module = kind()
-        fit(module, pairs(3), world_size=2, plugins=[masters("16-true", init_scale=64.0)])
-        assert module.trainer.precision_plugin.scaler.get_scale() == 32.0
-        first, second, third = module.steps
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-        assert not any(torch.equal(a, b) for a, b in zip(second, third, strict=True))
-
-
-class WithLBFGS(Clip):
-    def configure_optimizers(self) -> Optimizer:
-        return torch.optim.LBFGS(self.parameters())
-
-
-@on_ranks(1)
-def test_lbfgs_is_refused(rank: Rank) -> None:
-    with pytest.raises(TypeError, match=r"LBFGS: it moves .* Use another optimizer, or precision='32-true'"):
-        fit(WithLBFGS(), pairs(1))
+def test_masters_start_as_those_of_the_first_rank_to_the_last_digit(rank: Rank) -> None:
+    module, first = Clip(), Clip()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(1 + rank.index * 1e-5)  # the same in 16 bits, nearly everywhere
+    state = fit(module, pairs(1), world_size=2).strategy.lightning_module_state_dict()
+    assert all(torch.equal(state[name], p) for name, p in first.named_parameters())
 
 
 @on_ranks(1)
 def test_master_weights_without_16_bit_parameters_warn(rank: Rank) -> None:
     with pytest.warns(UserWarning, match="precision='32-true': .* no 16-bit parameter.*Write precision='16-true'"):
         fit(Clip(), pairs(1), plugins=[masters("32-true")])
-
-
-def test_state_and_gradient_of_an_optimizer_move_to_the_master_in_float32() -> None:
-    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    parameter.grad = torch.full_like(parameter, 0.5)
-    optimizer = torch.optim.AdamW([parameter], lr=0.0)
-    optimizer.step()
-    MasterWeights().cover([optimizer])
-    (master,) = optimizer.param_groups[0]["params"]
-    assert master.grad.dtype is torch.float32
-    assert optimizer.state.keys() == {master}
-    state = optimizer.state[master]
-    assert state["exp_avg"].dtype is state["exp_avg_sq"].dtype is torch.float32
-    assert float(state["step"]) == 1.0
-    optimizer.step()
-    torch.testing.assert_close(state["exp_avg"], torch.full((3,), 0.5 * (1 - 0.9**2)), rtol=1e-2, atol=0)

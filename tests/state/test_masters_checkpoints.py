@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_moeclip import MoEClipPrecision, MoEClipStrategy
-from lightning_moeclip.binding import LightningModule
+from lightning_moeclip.binding import LightningModule, pl
 from lightning_moeclip.gradients.masters import MasterParameter, model_parameter
 from lightning_moeclip.modules import ContrastiveLoss, MoE
 from lightning_moeclip.testing import Rank, on_ranks
@@ -226,13 +225,18 @@ class Outside(Clip):
     def configure_optimizers(self) -> Optimizer:
         return torch.optim.AdamW([*self.parameters(), *self.outside], lr=1e-3)
 
+    def on_train_start(self) -> None:
+        self.held_at_start = self.trainer.optimizers[0].param_groups[0]["params"][-1].detach().clone()
+
 
 @on_ranks(1)
 def test_masters_of_parameters_outside_the_module_are_saved_in_float32_and_loaded(rank: Rank, tmp_path: Path) -> None:
     module, resumed = Outside(), Outside()
+    made = module.outside[0].detach().clone()
     trainer = trainer_of(rank, 1)
     with pytest.warns(UserWarning, match="are in an optimizer and not in the LightningModule"):
         trainer.fit(module, share(rank))
+    assert torch.equal(module.held_at_start, made)
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     (value,) = torch.load(tmp_path / "x.ckpt", weights_only=False)["moeclip"]["optimizer_parameters"].values()
     master = trainer.optimizers[0].param_groups[0]["params"][-1]
@@ -248,7 +252,7 @@ def test_masters_of_parameters_outside_the_module_are_saved_in_float32_and_loade
 
 @on_ranks(1)
 def test_weight_averaging_and_fast_dev_run_work(rank: Rank, tmp_path: Path) -> None:
-    for callbacks, is_fast in (([WeightAveraging()], False), ([], True)):
+    for callbacks, is_fast in (([pl.callbacks.WeightAveraging()], False), ([], True)):
         trainer = trainer_of(rank, 2, callbacks=callbacks, fast_dev_run=is_fast)
         module = Clip()
         trainer.fit(module, share(rank))
