@@ -158,6 +158,15 @@ class MoEClipPrecision(CastingPrecision):
             self._regions.detach()
         self._regions = None
 
+    def check_regions(self, loss: Tensor) -> None:
+        """Look once at the graph of a loss for gradients that pass by a boundary.
+
+        Raises:
+            RuntimeError: there is one.
+        """
+        if self._regions is not None:
+            self._regions.check(loss)
+
     def divisors(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """Factors, 0-d each and changed in place, by which gradients inside regions are too large."""
         return {} if self._regions is None else self._regions.divisors(parameters)
@@ -208,8 +217,6 @@ class MoEClipPrecision(CastingPrecision):
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
         self._settle_scale()
-        if self._regions is not None:
-            self._regions.check(tensor)
         if self._scaler is not None:
             tensor = self._scaler.scale(tensor)
         return super().pre_backward(tensor, module)

@@ -24,6 +24,7 @@ from lightning_moeclip.binding import (
 )
 from lightning_moeclip.gradients.collectives import broadcast_from_first
 from lightning_moeclip.gradients.corridor import CorridorSettings, GradientCorridor, optimizer_only_parameters
+from lightning_moeclip.gradients.masters import MasterWeights, model_parameter, parameter_names
 from lightning_moeclip.gradients.report import Attendance, GradReport
 from lightning_moeclip.launch import GuardedStrategy
 from lightning_moeclip.parallel import checks, ledger
@@ -113,6 +114,8 @@ class MoEClipStrategy(GuardedStrategy):
         self._mesh: Mesh | None = None
         self._experts: SpreadExperts | None = None
         self._corridor: GradientCorridor | None = None
+        self._masters: MasterWeights | None = None
+        self._loaded: Mapping[str, Any] | None = None  # weights of a checkpoint, before they are rounded to 16 bits
         self._is_stand_in = self._is_spoiled = False
         self.report = GradReport()
         self._scale_log = ScaleLog()
@@ -173,12 +176,13 @@ class MoEClipStrategy(GuardedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
             return
+        self._loaded = None
         # nothing is reduced outside fit: no wrapper, and no broadcast over experts that differ
         super(DDPStrategy, self).setup(trainer)
         with together():
             self._check_no_foreign_slices()
         if self._experts is not None:
-            self._experts.gather()
+            self._experts.gather(masters=self._masters)
         broadcast_state(self.lightning_module, self.mesh)
 
     @override
@@ -217,21 +221,21 @@ class MoEClipStrategy(GuardedStrategy):
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers, then the plan and the buckets; compares both over ranks."""
         super().setup_optimizers(trainer)
-        self._adopt_optimizer_parameters()
+        digits = self._adopt_optimizer_parameters()
         if self._corridor is not None:
             self._corridor.detach()
         module, optimizers = self.lightning_module, self._plain_optimizers()
-        names = {id(p): name for name, p in module.named_parameters()}
-        checks.check_one_optimizer_each(optimizers, names)
         roles = read_roles(module, self._settings.towers)
-        held = {names.get(id(p)): p for o in optimizers for group in o.param_groups for p in group["params"]}
         with together():
             checks.check_16_bit_parameters(
-                {name: p for name, p in held.items() if name is not None},
+                dict(module.named_parameters()),
                 roles,
                 has_masters=self.precision_plugin.has_master_weights,
                 is_scaled=self.precision_plugin.scaler is not None,
             )
+        self._make_masters(digits | self.precision_plugin.take_originals())
+        names = parameter_names(module, optimizers)
+        checks.check_one_optimizer_each(optimizers, names)
         checks.warn_of_scale_decay(optimizers, names, roles, undecayed_parameters(module))
         self._corridor = GradientCorridor(
             module,
@@ -239,6 +243,8 @@ class MoEClipStrategy(GuardedStrategy):
             self.mesh,
             self._settings,
             spread=frozenset(spread_names(module)),
+            masters=self._masters,
+            divisors=lambda: self.precision_plugin.divisors(dict(module.named_parameters())),
             on_finished=self._note_reduction,
         )
         self.report = GradReport()
@@ -247,8 +253,32 @@ class MoEClipStrategy(GuardedStrategy):
             group=self.mesh.gradient_groups["dp"],
             has_spread_experts=self._experts is not None,
             note=self._note,
-            stepped=[(p, p) for o in optimizers for group in o.param_groups for p in group["params"]],
+            stepped=[(model_parameter(p), p) for o in optimizers for group in o.param_groups for p in group["params"]],
         )
+
+    def _make_masters(self, originals: Mapping[int, Tensor]) -> None:
+        """Float32 masters for what the optimizers hold in 16 bits.
+
+        Args:
+            originals: values before they were cast, by the id of the parameter.
+        """
+        loaded, previous = self._loaded or {}, self._masters
+        self._loaded = self._masters = None
+        if not self.precision_plugin.has_master_weights:
+            return
+        self._masters = MasterWeights(axis=self.mesh.experts, previous=previous)
+        self._masters.cover(self._plain_optimizers())
+        self._masters.take(originals)
+        self._masters.take(self._by_parameter(loaded))
+        if not len(self._masters):
+            checks.warn_on_first_rank(
+                f"master_weights=True with precision={self.precision_plugin.precision!r}: the optimizers hold no "
+                "16-bit parameter, so there are no masters. Write precision='16-true' or 'bf16-true', or leave it out."
+            )
+
+    def _by_parameter(self, state: Mapping[str, Any]) -> dict[int, Tensor]:
+        parameters = dict(self.lightning_module.named_parameters(remove_duplicate=False))
+        return {id(parameters[n]): v for n, v in state.items() if n in parameters and isinstance(v, Tensor)}
 
     def _corridor_clipper(self) -> Any:
         return None if self._corridor is None else self._corridor.clipper
@@ -256,14 +286,19 @@ class MoEClipStrategy(GuardedStrategy):
     def _plain_optimizers(self) -> list[Optimizer]:
         return [o for o in self.optimizers if isinstance(o, Optimizer)]
 
-    def _adopt_optimizer_parameters(self) -> None:
-        """Give every rank the first one's values of parameters that only an optimizer holds, on its device."""
+    def _adopt_optimizer_parameters(self) -> dict[int, Tensor]:
+        """Give every rank the first one's values of parameters that only an optimizer holds, on its device.
+
+        Returns:
+            Values before the cast of those that are in another dtype now, by id.
+        """
         module, optimizers = self.lightning_module, self._plain_optimizers()
         # on every rank: whether there is anything to broadcast must not be one rank's own decision
         checks.check_same_on_all_ranks(placement(module, optimizers), what="What the optimizers hold")
         outside = optimizer_only_parameters(module, optimizers)
         if not outside:
-            return
+            return {}
+        before = {id(p): p.data for p in outside.values()}
         self.refuse_lost_parameters(list(outside), why="is in an optimizer and not in the LightningModule")
         for parameter in outside.values():
             self.precision_plugin.convert_parameter(parameter)
@@ -274,6 +309,7 @@ class MoEClipStrategy(GuardedStrategy):
             "They are reduced over ranks and saved for ckpt_path=..., but load_from_checkpoint will not see them: "
             "make them attributes of the module."
         )
+        return {id(p): before[id(p)] for p in outside.values() if p.dtype is not before[id(p)].dtype}
 
     # -- a step
 
@@ -308,6 +344,8 @@ class MoEClipStrategy(GuardedStrategy):
         module = self.lightning_module
         corridor = self._corridor
         assert corridor is not None, "backward outside fit"
+        if not self._is_stand_in:  # a stand-in takes outputs from within layers
+            self.precision_plugin.check_regions(closure_loss)
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         corridor.begin(is_live=not self._is_stand_in, is_spoiled=self._is_spoiled)
@@ -376,11 +414,25 @@ class MoEClipStrategy(GuardedStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """State dict with whole experts; every rank must call this."""
         # after spawn the main process has whole experts and nobody to meet
-        if self.has_failed or self._mesh is None:
-            return self.lightning_module.state_dict()
-        broadcast_buffers(self.lightning_module, self.mesh)
-        state = self.lightning_module.state_dict()
-        return state if self._experts is None else self._experts.whole_model_state(state, self.lightning_module)
+        is_alone = self.has_failed or self._mesh is None
+        if not is_alone:
+            broadcast_buffers(self.lightning_module, self.mesh)
+        state: dict[str, Any] = self.lightning_module.state_dict()
+        if self._masters is not None:
+            state = self._masters.wide_state(state, self.lightning_module)
+        if is_alone or self._experts is None:
+            return state
+        return self._experts.whole_model_state(state, self.lightning_module)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights; masters take what the module's 16 bits cannot hold, now or when they are made."""
+        super().load_model_state_dict(checkpoint, strict)
+        if self._masters is not None and self._masters.is_attached:
+            self._masters.settle()
+            self._masters.take(self._by_parameter(checkpoint["state_dict"]))
+        else:
+            self._loaded = checkpoint["state_dict"]
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -396,7 +448,9 @@ class MoEClipStrategy(GuardedStrategy):
             # callbacks may have put a state of their own here, such as averaged weights
             checkpoint["state_dict"] = self._experts.whole_model_state(checkpoint["state_dict"], self.lightning_module)
         outside = optimizer_only_parameters(self.lightning_module, self._plain_optimizers())
-        checkpoint[CHECKPOINT_KEY] = checkpoint_entry(outside, expert_parallel_size=self.expert_parallel_size)
+        masters = self._masters
+        values = {name: p if masters is None else masters.wide_value(p) for name, p in outside.items()}
+        checkpoint[CHECKPOINT_KEY] = checkpoint_entry(values, expert_parallel_size=self.expert_parallel_size)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     @override
@@ -404,7 +458,11 @@ class MoEClipStrategy(GuardedStrategy):
         states = checkpoint["optimizer_states"]
         check_number_of_optimizers(states, self._plain_optimizers())
         outside = optimizer_only_parameters(self.lightning_module, self._plain_optimizers())
-        load_parameters(checkpoint.get(CHECKPOINT_KEY), outside)
+        masters = self._masters
+        held = {name: p if masters is None else masters.held(p) for name, p in outside.items()}
+        load_parameters(checkpoint.get(CHECKPOINT_KEY), held)
+        if masters is not None:
+            masters.settle()
         if self._experts is not None:
             pairs = zip(self._plain_optimizers(), states, strict=True)
             states = [self._experts.own_optimizer_state(optimizer, state) for optimizer, state in pairs]
@@ -417,5 +475,8 @@ class MoEClipStrategy(GuardedStrategy):
         # after spawn the main process tears down too, with neither ranks nor experts
         is_whole_run = not self.has_failed
         if self._experts is not None and is_whole_run and self._trainer.state.status != TrainerStatus.INTERRUPTED:
-            self._experts.gather()
+            self._experts.gather(masters=self._masters)
+        if self._masters is not None:
+            self._masters.release()
+        self._loaded = None
         super().teardown()

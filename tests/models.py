@@ -31,7 +31,7 @@ class ListMoE(nn.Module):
         for index, expert in enumerate(self.experts):
             rows = (chosen == index).nonzero().squeeze(-1)
             if len(rows):
-                out = out.index_add(0, rows, expert(x[rows]) * weights[rows, None])
+                out = out.index_add(0, rows, (expert(x[rows]) * weights[rows, None]).to(out.dtype))
         return out
 
 

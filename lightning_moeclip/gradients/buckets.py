@@ -5,6 +5,7 @@ freed at once: after backward there is one copy of the gradients, in the buckets
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,37 @@ from lightning_moeclip.parallel.plan import BucketPlan, PlannedParameter
 __all__ = ["Bucket", "Slot"]
 
 
+class ScaleFactors:
+    """Factors of gradients that carry a scale of their own, which its owner changes between two steps.
+
+    Everything stays on the device of the scale: nothing is read on the host.
+    """
+
+    def __init__(self, scale: Tensor, bucket: "Bucket") -> None:
+        self._scale = scale
+        self._bucket = bucket
+        self._version = -1
+        self._factors = (scale, scale)
+
+    @property
+    def pack(self) -> Tensor:
+        """What each gradient is multiplied by: 1/(W a), 0-d."""
+        return self._current()[0]
+
+    @property
+    def reopen(self) -> Tensor:
+        """What a reduced gradient is multiplied by before another is added to it: W a / R, 0-d."""
+        return self._current()[1]
+
+    def _current(self) -> tuple[Tensor, Tensor]:
+        if self._version != self._scale._version:
+            self._version = self._scale._version
+            # from the rounded 1/W, so that a power of two changes no bit of a gradient
+            pack = self._bucket.factor_0d / self._scale.detach()
+            self._factors = (pack, 1.0 / (pack * self._bucket.num_replicas))
+        return self._factors
+
+
 class Slot:
     """Place of one parameter in a bucket, and what it holds in the current backward.
 
@@ -25,17 +57,29 @@ class Slot:
         is_packed: the view holds this rank's divided gradient.
         is_late: a gradient arrived after the bucket was launched, and waits in ``.grad``.
         is_silent: all that arrived are the zeros of a stand-in for a missing loss, as good as nothing.
+        factors: of a gradient that carries a scale of its own; None divides by the size of the world alone.
         is_local: ``.grad`` is a sum of this rank alone, made while paused. Any other gradient that is there before a
             backward is equal on all replicas: the result of an earlier reduction, or what the user made of it.
     """
 
-    __slots__ = ("bucket", "is_late", "is_local", "is_packed", "is_silent", "num_fired", "parameter", "planned", "view")
+    __slots__ = (
+        "bucket", "factors", "is_late", "is_local", "is_packed", "is_silent", "num_fired", "parameter", "planned",
+        "view",
+    )  # fmt: skip
 
-    def __init__(self, planned: PlannedParameter, parameter: nn.Parameter, bucket: "Bucket", view: Tensor) -> None:
+    def __init__(
+        self,
+        planned: PlannedParameter,
+        parameter: nn.Parameter,
+        bucket: "Bucket",
+        view: Tensor,
+        factors: ScaleFactors | None,
+    ) -> None:
         self.planned = planned
         self.parameter = parameter
         self.bucket = bucket
         self.view = view
+        self.factors = factors
         self.is_local = False
         self.reset()
 
@@ -66,7 +110,9 @@ class Slot:
         grad = self.parameter.grad
         assert grad is not None, "a hook fired without a gradient"
         factor = self.bucket.factor
-        if self.is_packed:  # fired before in this backward, for another use of the parameter
+        if self.factors is not None:
+            self._pack_scaled(grad.detach(), self.factors.pack)
+        elif self.is_packed:  # fired before in this backward, for another use of the parameter
             self.view.add_(grad.detach(), alpha=factor)
         elif grad is self.view:
             self.view.mul_(factor)
@@ -74,6 +120,14 @@ class Slot:
             torch.mul(grad.detach(), self.bucket.factor_0d, out=self.view)
         self.parameter.grad = None
         self.is_packed = True
+
+    def _pack_scaled(self, grad: Tensor, factor: Tensor) -> None:
+        # torch would round a 0-d factor to the 16 bits of the gradient first
+        wide = grad.to(factor.dtype)
+        if self.is_packed:
+            self.view.add_(wide * factor)
+        else:
+            torch.mul(wide, factor, out=self.view)
 
     def close(self) -> bool:
         """Give the view its final content before the launch; returns whether there is a gradient at all."""
@@ -93,14 +147,15 @@ class Slot:
         return True
 
     def reopen(self) -> None:
-        """Before another gradient is added to a reduced one: undo the division of ranks that hold no replica.
+        """Before another gradient is added to a reduced one: undo the divisions that packing will repeat.
 
-        Reducing again takes (1/W) of the sum over R replicas, so the reduced part has to enter as W/R of itself.
+        Reducing again takes 1/(W a) of the sum over R replicas, where a is the scale of the gradient itself, so the
+        reduced part has to enter as W a / R of itself.
         """
         grad = self.parameter.grad
         if grad is None or self.is_local or self.bucket.is_launched:
             return
-        factor = 1.0 / (self.bucket.factor * self.bucket.num_replicas)
+        factor = 1.0 / (self.bucket.factor * self.bucket.num_replicas) if self.factors is None else self.factors.reopen
         if grad is self.view:
             self.view.mul_(factor)
         else:
@@ -128,6 +183,7 @@ class Bucket:
         num_replicas: int,
         group: dist.ProcessGroup | None,
         wire_dtype: torch.dtype | None = None,
+        divisors: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         self.plan = plan
         self.factor = 1.0 / divisor
@@ -143,7 +199,12 @@ class Bucket:
         self.flat = torch.zeros(sum(p.numel() for _, p in members), dtype=plan.dtype, device=plan.device)
         self._wire = None if wire_dtype in (None, plan.dtype) else torch.empty_like(self.flat, dtype=wire_dtype)
         parts = self.flat.split([p.numel() for _, p in members])
-        self.slots = [Slot(pl, p, self, _view_like(part, p)) for (pl, p), part in zip(members, parts, strict=True)]
+        factors = {id(scale): ScaleFactors(scale, self) for scale in divisors.values()}
+        self.slots = []
+        for (planned, parameter), part in zip(members, parts, strict=True):
+            scale = divisors.get(planned.name)
+            own = None if scale is None else factors[id(scale)]
+            self.slots.append(Slot(planned, parameter, self, _view_like(part, parameter), own))
 
     @property
     def num_bytes(self) -> int:
@@ -187,7 +248,8 @@ class Bucket:
             if slot.is_late:
                 grad = slot.parameter.grad
                 assert grad is not None, "a late gradient was lost"
-                torch.mul(grad.detach(), self.factor, out=_view_like(part, slot.parameter))
+                factor = self.factor if slot.factors is None else slot.factors.pack
+                torch.mul(grad.detach(), factor, out=_view_like(part, slot.parameter))
                 slot.parameter.grad = None
         self.flat.add_(sum_over(late, self.group))
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_moeclip.gradients.collectives import sum_over
+from lightning_moeclip.gradients.masters import model_parameter
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import SyncPlan
 
@@ -39,7 +40,7 @@ class GradientClipper:
         members = list(parameters)
         with_grad = [p for p in members if p.grad is not None]
         # one that is no longer in the plan, frozen with a gradient left, is the same on all ranks
-        mine = [p.grad for p in with_grad if self._counting_rank.get(id(p), 0) == self._rank]
+        mine = [p.grad for p in with_grad if self._counting_rank.get(id(model_parameter(p)), 0) == self._rank]
         device = members[0].device if members else torch.device("cpu")
         square = torch.zeros(1, dtype=torch.float64, device=device)
         for grad in mine:

@@ -6,11 +6,12 @@ from functools import partial
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_moeclip.gradients.clipping import GradientClipper
 from lightning_moeclip.gradients.collectives import broadcast_from_first
+from lightning_moeclip.gradients.masters import MasterWeights, model_parameter
 from lightning_moeclip.gradients.reducer import Reducer
 from lightning_moeclip.gradients.report import Attendance
 from lightning_moeclip.parallel import checks
@@ -47,12 +48,15 @@ class CorridorSettings:
 
 
 def optimizer_only_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-    """Parameters that an optimizer steps and the module does not have, by their place in the optimizer."""
+    """Parameters that an optimizer steps and the module does not have, by their place in the optimizer.
+
+    Where there are masters these are the 16-bit parameters behind them.
+    """
     known = {id(p) for p in module.parameters()}
     found = {}
     for i, optimizer in enumerate(optimizers):
         for j, group in enumerate(optimizer.param_groups):
-            for k, parameter in enumerate(group["params"]):
+            for k, parameter in enumerate(map(model_parameter, group["params"])):
                 if id(parameter) not in known:
                     known.add(id(parameter))
                     found[f"optimizer{i}.group{j}.{k}"] = parameter
@@ -66,7 +70,7 @@ class GradientCorridor:
 
     Attributes:
         plan: who reduces what, equal on all ranks.
-        reducer: None on one process.
+        reducer: None on one process without divisors.
         clipper: total norm over all ranks.
     """
 
@@ -78,6 +82,8 @@ class GradientCorridor:
         settings: CorridorSettings,
         *,
         spread: frozenset[str] = frozenset(),
+        masters: MasterWeights | None = None,
+        divisors: Callable[[], Mapping[str, Tensor]] = dict,
         on_finished: Callable[[Attendance], None] = lambda _: None,
     ) -> None:
         """Lay out the plan and hook the parameters.
@@ -88,6 +94,8 @@ class GradientCorridor:
             mesh: axes and groups.
             settings: the user's choices.
             spread: names of expert parameters of which this rank holds a slice.
+            masters: of the 16-bit parameters in the optimizers; None where there are to be none.
+            divisors: additional divisors of gradients, see ``Reducer``; asked again when the plan is made anew.
             on_finished: told the outcome of each reduction.
 
         Raises:
@@ -99,6 +107,8 @@ class GradientCorridor:
         self._mesh = mesh
         self._settings = settings
         self._spread = spread
+        self._masters = masters
+        self._divisors = divisors
         self._on_finished = on_finished
         self.reducer: Reducer | None = None
         # kept alive, so that no other parameter gets the id of one of these
@@ -109,6 +119,8 @@ class GradientCorridor:
         self._lay_out(keeps_frozen=False)
 
     def _lay_out(self, *, keeps_frozen: bool) -> None:
+        if self._masters is not None:
+            self._masters.cover(self._optimizers())
         outside = optimizer_only_parameters(self._module, self._optimizers())
         roles = dict(read_roles(self._module, self._settings.towers))
         roles |= {name: ParamRole(None, "logit_scale" if p.ndim == 0 else "dense") for name, p in outside.items()}
@@ -126,7 +138,8 @@ class GradientCorridor:
         checks.check_same_on_all_ranks(self.plan.fingerprint(), what="The set of trainable parameters")
         self._share(trainable)
         self.clipper = GradientClipper(self.plan, trainable, self._mesh)
-        if self._mesh.world_size == 1:
+        divisors = self._divisors()
+        if self._mesh.world_size == 1 and not divisors:
             return
         previous = self.reducer
         if previous is not None:
@@ -136,6 +149,7 @@ class GradientCorridor:
             trainable,
             self._mesh,
             wire_dtype=self._settings.gradient_dtype,
+            divisors=divisors,
             is_idle_zero=self._settings.idle_expert == "zero",
             count_unplanned=self.count_unplanned,
             # within a step a parameter may be switched off for a moment, as toggle_optimizer does
@@ -148,17 +162,22 @@ class GradientCorridor:
             self.reducer.step = previous.step
 
     def _share(self, trainable: Mapping[str, nn.Parameter]) -> None:
-        """Give every rank the first one's values of parameters that were made while training."""
-        new = {name: p for name, p in trainable.items() if id(p) not in self._shared}
+        """Give every rank the first one's values of parameters that were made while training, and of masters."""
+        axes = {planned.name: planned.axis for planned in self.plan.parameters}
+        values = [(axes[name], value) for name, p in trainable.items() for value in self._values_of(p)]
+        new = [(axis, value) for axis, value in values if id(value) not in self._shared]
         for axis in ("dp", "edp"):
-            members = [p for name, p in new.items() if self.plan[name].axis == axis]
-            broadcast_from_first(members, self._mesh.gradient_groups[axis])
-        self._shared |= {id(p): p for p in new.values()}
+            broadcast_from_first([v for of, v in new if of == axis], self._mesh.gradient_groups[axis])
+        self._shared |= {id(value): value for _, value in new}
+
+    def _values_of(self, parameter: nn.Parameter) -> list[nn.Parameter]:
+        master = None if self._masters is None else self._masters.master_of(parameter)
+        return [parameter] if master is None else [parameter, master]
 
     def count_unplanned(self) -> int:
         """Trainable parameters that an optimizer steps and the plan does not know: unfrozen or added since."""
         return sum(
-            parameter.requires_grad and id(parameter) not in self._planned
+            parameter.requires_grad and id(model_parameter(parameter)) not in self._planned
             for optimizer in self._optimizers()
             for group in optimizer.param_groups
             for parameter in group["params"]
@@ -176,6 +195,9 @@ class GradientCorridor:
 
     def begin_step(self) -> None:
         """Before a training step: nothing of an earlier one is under way."""
+        if self._masters is not None:
+            self._masters.cover(self._optimizers())
+            self._masters.settle()
         if self.reducer is not None:
             self.reducer.abandon()
             self.reducer.step += 1

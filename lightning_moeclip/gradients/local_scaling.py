@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_moeclip.gradients.boundary import Region, attach
+from lightning_moeclip.gradients.boundary import Region, attach, forget_compiled
 from lightning_moeclip.gradients.graph_check import find_leaks
 from lightning_moeclip.gradients.region_scales import RegionScales
 from lightning_moeclip.parallel.checks import warn_on_first_rank
@@ -43,7 +43,7 @@ class LocalScaling:
         Raises:
             ValueError: the regions cannot be bounded, see ``resolve_regions``.
         """
-        specs = resolve_regions(module, paths, towers)
+        specs = resolve_regions(module, paths, towers=towers)
         if not specs:
             warn_on_first_rank(
                 "loss_scaling='local' found no projection head and no experts, so one scale serves the whole model. "
@@ -56,7 +56,7 @@ class LocalScaling:
         self._handles = [
             handle for spec, region in zip(specs, regions, strict=True) for handle in attach(spec.modules, region)
         ]
-        # innermost region of a parameter, by id; specs are ordered or not, so the longest chain wins
+        # of nested regions the innermost one
         self._row: dict[int, int] = {}
         for index, spec in sorted(enumerate(specs), key=lambda item: len(item[1].ancestors)):
             self._row |= dict.fromkeys(spec.parameters, index)
@@ -89,13 +89,14 @@ class LocalScaling:
         leaks = find_leaks(loss, owners, self._names)
         if leaks:
             raise RuntimeError(
-                "loss_scaling='local' cannot bound its regions, so that gradients would be off by their factor: "
-                f"{'; '.join(leaks)}. Pass tensors as arguments of the module and return them in a tuple, list or "
-                "dict, call the module itself, or name other regions=[...]."
+                "Gradients go past the boundaries of regions, whose loss scale would be wrong for them. "
+                f"{' '.join(leaks)} Or name other regions=[...]."
             )
 
     def detach(self) -> None:
         """Remove the boundaries."""
         for handle in self._handles:
             handle.remove()
+        if self._handles:
+            forget_compiled()
         self._handles.clear()

@@ -5,9 +5,10 @@ any rank must end with ``grad=None``, and what arrived late must be reduced by a
 """
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_moeclip.gradients.buckets import Bucket, Slot
 from lightning_moeclip.gradients.collectives import sum_over
@@ -39,6 +40,7 @@ class Reducer:
         mesh: Mesh,
         *,
         wire_dtype: torch.dtype | None = None,
+        divisors: Mapping[str, Tensor] = MappingProxyType({}),
         is_idle_zero: bool = False,
         count_unplanned: Callable[[], int] = lambda: 0,
         on_unplanned: Callable[[], None] = lambda: None,
@@ -51,6 +53,9 @@ class Reducer:
             parameters: the Parameter objects by name.
             mesh: axes and groups.
             wire_dtype: dtype of the collectives; None sends gradients as they are.
+            divisors: what this rank's gradients of a parameter are divided by beside the size of the world, by its
+                name: 0-d powers of two, which their owner may change in place between two steps. Only the gradients
+                of a backward are divided: reduced ones that are there stay.
             is_idle_zero: a parameter without a gradient on any rank gets zeros instead of None.
             count_unplanned: number of trainable parameters on this rank that the plan does not know.
             on_unplanned: called on all ranks when some rank counted one.
@@ -74,6 +79,7 @@ class Reducer:
                 num_replicas=len(plan.replicas[bucket.axis]),
                 group=mesh.gradient_groups[bucket.axis],
                 wire_dtype=wire_dtype,
+                divisors=divisors,
             )
             for bucket in plan.buckets
         ]
@@ -99,7 +105,7 @@ class Reducer:
         is_trainable = parameter.requires_grad
         parameter.requires_grad_(True)  # also one that is switched off for a moment
         self._handles.append(parameter.register_post_accumulate_grad_hook(lambda _: self._on_gradient(slot)))
-        if slot.bucket.num_replicas != self.plan.divisor:
+        if slot.bucket.num_replicas != self.plan.divisor or slot.factors is not None:
             # not a hook of the parameter: torch.autograd.grad, which adds nothing to .grad, calls those too
             accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
             self._accumulators.append(accumulator)  # autograd makes a new one, without the hook, when nobody holds it

@@ -4,7 +4,9 @@ Shapes: T tokens, E experts.
 """
 
 import weakref
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,10 +55,13 @@ class RoutingRecord:
 
     Attributes:
         towers: names that all ranks have agreed to count, the same on every rank.
+        outgoing: what logits pass through, in order, on their way out of the layer: boundaries of regions with a loss
+            scale of their own, which logits would leave without being returned.
     """
 
     def __init__(self) -> None:
         self.towers: list[str | None] = [None, "image", "text"]
+        self.outgoing: OrderedDict[int, Callable[[Tensor], Tensor]] = OrderedDict()
         self._calls: list[_Kept] = []
         self._is_training = False
         self._is_spent = False
@@ -80,6 +85,8 @@ class RoutingRecord:
                     "its gradient is lost. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
                 )
             return
+        for leave in self.outgoing.values():
+            call = replace(call, logits=leave(call.logits))
         if self._is_spent or is_training != self._is_training:
             self._calls = []
         self._calls = [kept for kept in self._calls if kept.call.tower != call.tower or kept.is_alive()]

@@ -130,7 +130,7 @@ def check_16_bit_parameters(
     """Refuse parameters that cannot be trained in 16 bits.
 
     Args:
-        parameters: those that an optimizer steps, by name.
+        parameters: those of the module, by name; frozen ones may have any dtype.
         roles: role by name.
         has_masters: each has a float32 copy that the optimizer steps.
         is_scaled: gradients are unscaled before the step.
@@ -140,7 +140,7 @@ def check_16_bit_parameters(
     """
     for name, parameter in parameters.items():
         kind, dtype = roles[name].kind, parameter.dtype
-        if dtype not in (torch.float16, torch.bfloat16):
+        if dtype not in (torch.float16, torch.bfloat16) or not parameter.requires_grad:
             continue
         if kind == "logit_scale":
             shape = (

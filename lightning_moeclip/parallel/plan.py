@@ -111,7 +111,7 @@ def build_plan(
         optimizer_only: names of parameters that the module does not have.
         bucket_size_mb: upper bound of a bucket in MiB.
     """
-    total = sum(p.numel() * p.element_size() for p in parameters.values())
+    total = sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in parameters.values())
     limit = min(bucket_size_mb * 2**20, max(_MIN_BUCKET_BYTES, total / _BUCKETS_PER_MODEL))
     buckets: list[list[PlannedParameter]] = []
     devices: list[torch.device] = []
@@ -121,7 +121,7 @@ def build_plan(
             name=name,
             role=roles[name],
             shape=tuple(parameter.shape),
-            dtype=parameter.dtype,
+            dtype=parameter.grad_dtype or parameter.dtype,  # float32 for a 16-bit parameter with a master
             axis="edp" if name in spread else "dp",
             is_in_module=name not in optimizer_only,
         )

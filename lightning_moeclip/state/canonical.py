@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_moeclip.gradients.masters import MasterWeights, model_parameter
 from lightning_moeclip.parallel.mesh import ExpertAxis
 from lightning_moeclip.parallel.roles import spreadable_layers
 
@@ -74,15 +75,19 @@ class SpreadExperts:
         if all(root is not other for other in self._roots):
             self._roots.append(root)
 
-    def gather(self) -> None:
-        """Make the experts of every spread module whole again."""
+    def gather(self, *, masters: MasterWeights | None = None) -> None:
+        """Make the experts of every spread module whole again, and their masters with them."""
         for root in self._roots:
             for _, layer in spreadable_layers(root):
                 if layer.expert_axis is not None:
                     parts = layer.expert_parameters()
                     for part in parts.values():
                         part.grad = None  # of the slice alone
+                    held = [None if masters is None else masters.master_of(part) for part in parts.values()]
+                    whole_masters = [(m, gather_experts(m, self.axis)) for m in held if m is not None]
                     layer.restore_experts({name: gather_experts(part, self.axis) for name, part in parts.items()})
+                    for master, whole in whole_masters:
+                        master.become(whole)
         self._roots.clear()
 
     def whole_model_state(self, state: Mapping[str, Any], root: nn.Module) -> dict[str, Any]:
@@ -112,7 +117,7 @@ class SpreadExperts:
         moments = dict(state["state"])
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
             for parameter, index in zip(group["params"], saved["params"], strict=True):
-                num_experts = self._num_experts.get(id(parameter))
+                num_experts = self._num_experts.get(id(model_parameter(parameter)))
                 if num_experts is None or index not in moments:
                     continue
                 rows = num_experts if is_whole else num_experts // self.axis.size

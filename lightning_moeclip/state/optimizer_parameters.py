@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_moeclip.gradients.masters import parameter_names
 from lightning_moeclip.parallel.checks import warn_on_first_rank
 
 __all__ = ["CHECKPOINT_KEY", "check_number_of_optimizers", "checkpoint_entry", "load_parameters", "placement"]
@@ -19,7 +20,7 @@ CHECKPOINT_KEY = "moeclip"
 
 def placement(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
     """One line for each parameter of each optimizer: place, name in the module, shape and dtype."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    names = parameter_names(module, optimizers)
     return [
         f"optimizer{i}.group{j}.{k}: {names.get(id(p), 'no parameter of the module')} {list(p.shape)} {p.dtype}"
         for i, optimizer in enumerate(optimizers)
@@ -28,9 +29,9 @@ def placement(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
     ]
 
 
-def checkpoint_entry(own: Mapping[str, nn.Parameter], *, expert_parallel_size: int) -> dict[str, Any]:
+def checkpoint_entry(own: Mapping[str, Tensor], *, expert_parallel_size: int) -> dict[str, Any]:
     """What a checkpoint holds under ``CHECKPOINT_KEY``: ``own`` by place, and the layout that wrote it."""
-    values = {name: parameter.detach().clone() for name, parameter in own.items()}
+    values = {name: value.detach().clone() for name, value in own.items()}
     return {"expert_parallel_size": expert_parallel_size, "optimizer_parameters": values}
 
 
