@@ -125,6 +125,7 @@ class _Boundary(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, None, None]:
         if cotangent is None:
             return None, None, None
+        # a product with a 0-d factor has the dtype of the cotangent, to which the factor may be cast first
         wide = cotangent.float() if cotangent.element_size() < 4 else cotangent
         if ctx.is_exit:
             _mark(ctx.events, INCOMING, cotangent)
