@@ -156,7 +156,8 @@ def _mark(events: Tensor, kind: int, cotangent: Tensor) -> None:
     if cotangent.numel() == 0:
         return
     # the largest magnitude is finite only if all are, and unlike a sum it cannot overflow; one pass, no copy
-    is_bad = torch.linalg.vector_norm(cotangent, ord=math.inf).isfinite().logical_not()
+    largest = torch.linalg.vector_norm(cotangent, ord=math.inf)
+    is_bad = (largest < math.inf).logical_not()  # also of NaN, and in fewer kernels than isfinite
     events[kind].masked_fill_(is_bad > events[1 - kind], 1.0)
 
 

@@ -575,10 +575,11 @@ def check_events_of_compiled(
     net: nn.Module, forward: Callable[[Tensor], Tensor], regions: tuple[Region, Region]
 ) -> None:
     assert [region.events.tolist() for region in regions] == [[0, 0], [0, 0]]
-    (forward(batch().requires_grad_()) * math.inf).backward()
-    assert [region.events.tolist() for region in regions] == [[1, 0], [1, 0]]
-    for region in regions:
-        region.events.zero_()
+    for value in (math.inf, math.nan):
+        (forward(batch().requires_grad_()) * value).backward()
+        assert [region.events.tolist() for region in regions] == [[1, 0], [1, 0]]
+        for region in regions:
+            region.events.zero_()
     regions[0].scale.fill_(2.0**100)
     with torch.no_grad():
         net.block.down.weight.mul_(2.0**40)
