@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,11 @@ import pytest
 import torch
 import torch._dynamo
 import torch._dynamo.testing
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lightning_moeclip.gradients.boundary import INCOMING, INSIDE, Region, attach, forget_compiled
+from lightning_moeclip.gradients.boundary import Region, attach, forget_compiled
 
 OUTER, INNER = 2.0**7, 2.0**-5
 WIDTH = 8
@@ -81,7 +82,7 @@ def gradients(net: nn.Module, x: Tensor, forward: Callable[[Tensor], Tensor] | N
 
 def divided(found: dict[str, Tensor], regions: tuple[Region, Region]) -> dict[str, Tensor]:
     outer, inner = (region.scale for region in regions)
-    factors = {name: 1.0 for name in found}
+    factors = dict.fromkeys(found, 1.0)
     factors |= {name: outer for name in found if name.startswith("block.")}
     factors |= {name: outer * inner for name in found if name.startswith("block.inner.")}
     return {name: gradient / factors[name] for name, gradient in found.items()}
@@ -142,13 +143,23 @@ def test_first_derivatives_are_right_with_create_graph_and_second_ones_are_refus
         found[0].sum().backward()
 
 
-def test_nothing_is_added_without_gradients() -> None:
-    net = Net()
-    with_regions(net)
+def test_what_needs_no_gradient_passes_untouched() -> None:
+    class Returns(nn.Linear):
+        def forward(self, *given: Tensor) -> list[Tensor]:
+            return [super().forward(given[0]), *given]
+
+    layer = Returns(WIDTH, WIDTH)
+    attach([layer], Region("layer", scale=OUTER))
+    x, index = batch(), torch.arange(3)
+    y, *rest = layer(x, index)
+    assert y.grad_fn is not None
+    assert [a is b for a, b in zip(rest, [x, index], strict=True)] == [True, True]
     with torch.no_grad():
-        assert net.block(x=batch())["h"][0].grad_fn is None
-    frozen = net.requires_grad_(False)
-    assert frozen.block(x=batch())["h"][0].grad_fn is None
+        x.requires_grad_()
+        y, same = layer(x)
+        assert y.grad_fn is None
+        assert same is x
+    assert layer.requires_grad_(False)(batch())[0].grad_fn is None
 
 
 def test_list_that_the_module_fills_stays_the_callers() -> None:
@@ -180,6 +191,52 @@ def test_one_tensor_given_twice_stays_one() -> None:
     assert one is two
     (one + two).sum().backward()
     torch.testing.assert_close(x.grad, 2 * layer.weight.detach().sum(0).expand(5, -1))
+
+
+class Record:
+    def __init__(self) -> None:
+        self.outgoing: OrderedDict[int, Callable[[Tensor], Tensor]] = OrderedDict()
+
+    def keep(self, tensor: Tensor) -> None:
+        for leave in self.outgoing.values():
+            tensor = leave(tensor)
+        self.kept = tensor
+
+
+class KeepsLogits(nn.Linear):
+    """Keeps a tensor of its forward for a loss, as a MoE layer keeps its logits."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.routing_record = Record()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.routing_record.keep(y.tanh())
+        return y
+
+
+def test_tensor_kept_for_a_loss_leaves_all_its_regions() -> None:
+    def loss(x: Tensor) -> Tensor:
+        return net(x).pow(2).mean() + net[1][0].routing_record.kept.sum()
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(KeepsLogits()))
+    wanted = gradients(net, batch(), loss)
+    inner, outer = Region("1.0", scale=INNER), Region("1", scale=OUTER)
+    handles = attach([net[1][0]], inner)
+    attach([net[1]], outer)
+    found = gradients(net, batch(), loss)
+    assert_equal({n: g / (OUTER * INNER if n.startswith("1.") else 1) for n, g in found.items()}, wanted)
+    loss(batch()).mul(math.inf).backward()
+    assert inner.events.tolist() == outer.events.tolist() == [1, 0]
+    for handle in handles:
+        handle.remove()
+    found = gradients(net, batch(), loss)
+    assert_equal({n: g / (OUTER if n.startswith("1.") else 1) for n, g in found.items()}, wanted)
+    frozen = torch.ones(2)
+    net[1][0].routing_record.keep(frozen)
+    assert net[1][0].routing_record.kept is frozen
 
 
 def test_removed_handles_leave_nothing() -> None:
@@ -377,7 +434,7 @@ class InPlace(nn.Module):
 
 
 CHANGES = {
-    "relu_": lambda x, w: F.relu(x, inplace=True),
+    "relu_": lambda x, w: functional.relu(x, inplace=True),
     "sigmoid_": lambda x, w: x.sigmoid_(),
     "mul_": lambda x, w: x.mul_(w),
     "mul_ of a view": lambda x, w: x.view(-1, WIDTH).mul_(w),
@@ -518,10 +575,11 @@ def check_events_of_compiled(
     net: nn.Module, forward: Callable[[Tensor], Tensor], regions: tuple[Region, Region]
 ) -> None:
     assert [region.events.tolist() for region in regions] == [[0, 0], [0, 0]]
-    (forward(batch().requires_grad_()) * math.inf).backward()
-    assert [region.events.tolist() for region in regions] == [[1, 0], [1, 0]]
-    for region in regions:
-        region.events.zero_()
+    for value in (math.inf, math.nan):
+        (forward(batch().requires_grad_()) * value).backward()
+        assert [region.events.tolist() for region in regions] == [[1, 0], [1, 0]]
+        for region in regions:
+            region.events.zero_()
     regions[0].scale.fill_(2.0**100)
     with torch.no_grad():
         net.block.down.weight.mul_(2.0**40)
