@@ -10,13 +10,14 @@ import torch
 import torch._dynamo
 import torch._dynamo.testing
 from torch import Tensor, nn
-from torch.nn import functional
 
 from lightning_moeclip.gradients.boundary import Region, attach
-from tests.gradients.nested_net import CHANGES, InPlace, (
+from tests.gradients.nested_net import (
+    CHANGES,
     INNER,
     OUTER,
     WIDTH,
+    InPlace,
     Net,
     assert_equal,
     batch,
