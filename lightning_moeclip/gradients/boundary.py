@@ -126,6 +126,7 @@ class _Boundary(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, None, None]:
         if cotangent is None:
             return None, None, None
+        # a product with a 0-d factor has the dtype of the cotangent, to which the factor may be cast first
         wide = cotangent.float() if cotangent.element_size() < 4 else cotangent
         if ctx.is_exit:
             ctx.events[NUM_CROSSINGS].add_(1.0)
@@ -157,7 +158,8 @@ def _mark(events: Tensor, kind: int, cotangent: Tensor) -> None:
     if cotangent.numel() == 0:
         return
     # the largest magnitude is finite only if all are, and unlike a sum it cannot overflow; one pass, no copy
-    is_bad = torch.linalg.vector_norm(cotangent, ord=math.inf).isfinite().logical_not()
+    largest = torch.linalg.vector_norm(cotangent, ord=math.inf)
+    is_bad = (largest < math.inf).logical_not()  # also of NaN, and in fewer kernels than isfinite
     events[kind].masked_fill_(is_bad > events[1 - kind], 1.0)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_moeclip.gradients.boundary import Region, attach
@@ -104,7 +104,10 @@ def test_closed_regions_have_no_leaks(how: str, paths: list[str]) -> None:
 
 PAST = "used past the output of the region 'head'. Call the module itself, neither its forward nor a function of its"
 LEAKS: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
-    "function of a weight": (lambda net, h: net.head(F.linear(h, net.head.out.weight)), f"head.out.weight: {PAST}"),
+    "function of a weight": (
+        lambda net, h: net.head(functional.linear(h, net.head.out.weight)),
+        f"head.out.weight: {PAST}",
+    ),
     "call of forward": (
         lambda net, h: net.head.forward(h),
         f"head.inner.weight, head.inner.bias, head.out.weight and 1 more: {PAST}",
@@ -120,7 +123,7 @@ LEAKS: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
     ),
     "input by attribute": (
         with_extra,
-        "stem.weight, stem.bias: used to make a tensor that comes into the region 'head' past its input. Pass the tensor",
+        "stem.weight, stem.bias: used to make a tensor that comes into the region 'head' past its input. Pass",
     ),
     "output by attribute": (
         with_kept,
@@ -147,6 +150,29 @@ def test_leak_of_a_nested_region_names_that_region() -> None:
         "head.inner.weight, head.inner.bias: used past the output of the region 'head.inner'." in m for m in found
     )
     assert any("stem.weight, stem.bias: used to make a tensor that comes into the region 'head'" in m for m in found)
+
+
+def test_tensor_that_escapes_a_nested_region_into_the_outer_one_names_the_nested() -> None:
+    class Keeps(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = x.relu()
+            return super().forward(x)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Keeps(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) + self.inner.kept
+
+    net = nn.ModuleDict({"stem": nn.Linear(WIDTH, WIDTH), "outer": Outer()})
+
+    def loss() -> Tensor:
+        return net["outer"](net["stem"](torch.ones(2, WIDTH))).sum()
+
+    (found,) = leaks(net, ["outer", "outer.inner"], loss)
+    assert found.startswith("A tensor made of the input of the region 'outer.inner' reaches the loss past its output.")
 
 
 def test_regions_of_one_module_are_nested_in_order() -> None:
@@ -176,7 +202,7 @@ def test_weights_that_nobody_asks_about_are_not_judged() -> None:
     (spec,) = resolve_regions(net, ["head"])
     region = Region("head")
     attach(spec.modules, region)
-    assert find_leaks(net(torch.ones(2, WIDTH)), {p: (region,) for p in spec.parameters}, {}) == []
+    assert find_leaks(net(torch.ones(2, WIDTH)), dict.fromkeys(spec.parameters, (region,)), {}) == []
 
 
 def test_loss_without_graph_has_no_leaks() -> None:

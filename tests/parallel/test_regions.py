@@ -112,6 +112,12 @@ def test_default_of_one_head_for_both_towers_is_one_region() -> None:
     assert (spec.name, spec.modules) == ("image_proj", (head,))
 
 
+def test_default_of_one_layer_of_experts_for_both_towers_is_one_region() -> None:
+    moe = MoE(2, 2, 2)
+    towers = nn.ModuleDict({"image": nn.Sequential(moe, nn.Linear(2, 2)), "text": nn.Sequential(nn.Linear(2, 2), moe)})
+    assert names(resolve_regions(towers, None)) == ["image.0"]
+
+
 @pytest.mark.parametrize("paths", [None, ["image_proj", "text.blocks.0.experts", "visual.blocks.0"]])
 def test_compiled_modules_have_the_regions_of_plain_ones(paths: list[str] | None) -> None:
     clip = Clip()

@@ -45,6 +45,7 @@ def _measured(module: str, name: str, row: str, comparison: Comparison, bound: f
 STEP, MEMORY, LOSS, MOE = (
     f"benchmarks.{name}" for name in ("step_time", "gradient_memory", "contrastive_loss", "moe_layer")
 )
+PRECISION, LOW = "benchmarks.precision_time", "benchmarks.low_precision"
 RECALL = "proof.example_recall"
 
 BARS = [
@@ -57,6 +58,12 @@ BARS = [
     _measured(LOSS, "loss time, ours / dense of two products", "time of ours / dense twice", "<=", 1.1),
     _measured(MOE, "MoE time, ours / best by hand", "ours/best_by_hand", "<=", 1.05),
     _measured(MOE, "MoE time, ours / Mixtral block of the same widths", "ours/mixtral_equal_hidden", "<=", 0.85),
+    _measured(PRECISION, "step time in float32, now / before loss scales", "step 32-true: now / ", "<=", 1.03),
+    _measured(PRECISION, "step time in bf16-mixed, now / before loss scales", "step bf16-mixed: now / ", "<=", 1.03),
+    _measured(LOW, "zeros among a head's gradients, one scale / its own", "underflow: one scale / own", ">=", 10.0),
+    _measured(LOW, "steps skipped for spikes, own scale / one scale", "overflow: own scale / one scale", "<", 1.0),
+    _measured(LOW, "decrease missed by bf16 with masters / float32's", "masters: decrease missed", "<=", 0.05),
+    _measured(LOW, "decrease of plain bf16-true / float32's", "masters: decrease of plain", "<", 0.5),
     _measured(RECALL, "held-out recall at 1", "recall at 1", ">=", 0.80),
     _measured(RECALL, "training time in seconds", "seconds", "<", 300.0),
     _measured(RECALL, "mean of three seeds to one process, points", "difference of means", "<=", 3.0),
@@ -70,5 +77,7 @@ BESIDE = [
     ("cost of synchronisation, ours / one flat all-reduce", BARS[1], "sync: (ours - no sync) / flat all-reduce"),
     ("gradient memory at its peak in backward / gradients", BARS[3], "memory: gradients and buckets, peak"),
     ("MoE time, ours / Mixtral block of equal FLOPs (narrower)", BARS[7], "ours/mixtral_equal_flops"),
+    ("step time in 16-mixed, now / before loss scales", BARS[9], "step 16-mixed: now / "),
+    ("step time in 16-mixed, local / unified", BARS[9], "step 16-mixed: local / unified"),
     ("MoE, time of bare GEMMs of the same FLOPs / ours", BARS[7], "share_of_bare_gemms"),
 ]
