@@ -27,7 +27,7 @@ from lightning_moeclip.gradients.corridor import CorridorSettings, GradientCorri
 from lightning_moeclip.gradients.masters import MasterWeights, model_parameter, parameter_names
 from lightning_moeclip.gradients.report import Attendance, GradReport
 from lightning_moeclip.launch import GuardedStrategy
-from lightning_moeclip.parallel import checks, ledger
+from lightning_moeclip.parallel import checks, ledger, precision_checks
 from lightning_moeclip.parallel.agreement import gather_objects, together
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import SyncPlan
@@ -172,7 +172,9 @@ class MoEClipStrategy(GuardedStrategy):
     @override
     def setup(self, trainer: Any) -> None:
         """Make everything ready for fit; outside fit experts are whole and nothing is reduced."""
-        checks.warn_of_two_precisions(trainer._accelerator_connector._precision_flag, self.precision_plugin.precision)
+        precision_checks.warn_of_two_precisions(
+            trainer._accelerator_connector._precision_flag, self.precision_plugin.precision
+        )
         if trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
             return
@@ -227,7 +229,7 @@ class MoEClipStrategy(GuardedStrategy):
         module, optimizers = self.lightning_module, self._plain_optimizers()
         roles = read_roles(module, self._settings.towers)
         with together():
-            checks.check_16_bit_parameters(
+            precision_checks.check_16_bit_parameters(
                 dict(module.named_parameters()),
                 roles,
                 has_masters=self.precision_plugin.has_master_weights,
@@ -236,6 +238,7 @@ class MoEClipStrategy(GuardedStrategy):
         self._make_masters(digits | self.precision_plugin.take_originals())
         names = parameter_names(module, optimizers)
         checks.check_one_optimizer_each(optimizers, names)
+        precision_checks.check_epsilon_in_float16(optimizers, names)
         checks.warn_of_scale_decay(optimizers, names, roles, undecayed_parameters(module))
         self._corridor = GradientCorridor(
             module,

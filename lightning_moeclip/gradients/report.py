@@ -31,7 +31,7 @@ class LossScale:
     """Loss scale of a region, and how its gradients fare in 16 bits; 0-d tensors on the device.
 
     Attributes:
-        scale: by which number the gradients inside were multiplied in the last step.
+        scale: by which number the gradients inside are multiplied in the next step.
         overflow_rate: share of all steps so far that were skipped and blamed on it.
         underflow_rate: share of exact zeros among its gradients when they were last counted; NaN before.
     """

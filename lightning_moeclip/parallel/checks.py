@@ -14,7 +14,6 @@ from lightning_moeclip.parallel.mesh import ExpertAxis
 from lightning_moeclip.parallel.roles import ParamRole, spreadable_layers
 
 __all__ = [
-    "check_16_bit_parameters",
     "check_at_least_one",
     "check_equal_batch_counts",
     "check_no_foreign_slices",
@@ -26,7 +25,6 @@ __all__ = [
     "refuse_ddp_arguments",
     "warn_of_batch_norm",
     "warn_of_scale_decay",
-    "warn_of_two_precisions",
     "warn_on_first_rank",
 ]
 
@@ -122,51 +120,6 @@ def check_one_optimizer_each(optimizers: Sequence[Optimizer], names: Mapping[int
                         f"{names.get(id(parameter), 'a parameter')} is in optimizer {first} and in optimizer {index}. "
                         "Each would step it with the same gradient: give it to one of them."
                     )
-
-
-def check_16_bit_parameters(
-    parameters: Mapping[str, nn.Parameter], roles: Mapping[str, ParamRole], *, has_masters: bool, is_scaled: bool
-) -> None:
-    """Refuse parameters that cannot be trained in 16 bits.
-
-    Args:
-        parameters: those of the module, by name; frozen ones may have any dtype.
-        roles: role by name.
-        has_masters: each has a float32 copy that the optimizer steps.
-        is_scaled: gradients are unscaled before the step.
-
-    Raises:
-        ValueError: a scale of the logits or a float16 router, or a float16 parameter under loss scaling.
-    """
-    for name, parameter in parameters.items():
-        kind, dtype = roles[name].kind, parameter.dtype
-        if dtype not in (torch.float16, torch.bfloat16) or not parameter.requires_grad:
-            continue
-        if kind == "logit_scale":
-            shape = (
-                "" if parameter.ndim == 0 else f" Its shape is {list(parameter.shape)}: only a 0-d one stays float32."
-            )
-            raise ValueError(
-                f"{name} is {dtype}: near ln 100 it can only move in steps of "
-                f"{4 * torch.finfo(dtype).eps:.1%}, and Adam's eps vanishes in float16.{shape} Keep it in float32, "
-                "nn.Parameter(torch.tensor(2.6592, dtype=torch.float32)), also where the rest is cast with half() "
-                "or bfloat16(); ContrastiveLoss and SigmoidLoss keep theirs."
-            )
-        if kind == "router" and not has_masters:
-            told = (
-                f"{name} is a router in {dtype}: its steps are smaller than what {dtype} resolves, so it stops "
-                "learning. Use lightning_moeclip.modules.MoE, whose router stays float32, or "
-                f"MoEClipPrecision(..., master_weights=True)."
-            )
-            if dtype is torch.float16:
-                raise ValueError(told)
-            warn_on_first_rank(told)
-        if dtype is torch.float16 and is_scaled and not has_masters:
-            raise ValueError(
-                f"{name} is float16 while the loss is scaled: its gradient cannot be unscaled in float16. Leave out "
-                "module.half(), since precision='16-mixed' casts what it computes, or write "
-                "MoEClipPrecision(..., master_weights=True)."
-            )
 
 
 def check_equal_batch_counts(stage: str, counts: Sequence[int | float]) -> None:
@@ -284,17 +237,3 @@ def warn_of_scale_decay(
                         f"{name} has weight_decay={group['weight_decay']}, which pulls the temperature towards 1. "
                         "Put it into a parameter group with weight_decay=0."
                     )
-
-
-def warn_of_two_precisions(of_trainer: str, of_plugin: str) -> None:
-    """Warn that Lightning leaves out one of two settings.
-
-    Args:
-        of_trainer: what ``Trainer(precision=...)`` says; "32-true" also where it says nothing.
-        of_plugin: precision of the plugin that is used.
-    """
-    if of_trainer not in ("32-true", of_plugin):
-        warn_on_first_rank(
-            f"Trainer(precision={of_trainer!r}) is ignored: the strategy was given a precision_plugin of "
-            f"{of_plugin!r}, and that one is used. Leave out one of the two."
-        )

@@ -58,6 +58,11 @@ class Ours(nn.Module):
         return self.loss(x, self.moe(x))
 
 
+class DefaultEps(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
 class InConfigureModel(Net):
     """The temperature is made where Lightning has set the default dtype to that of the precision."""
 
@@ -95,6 +100,11 @@ REFUSED: dict[str, tuple[Callable[[], Net], str, str]] = {
         r"layer\.weight is float16 while the loss is scaled: .* Leave out module\.half\(\), since .*'16-mixed' casts "
         r"what it computes, or write MoEClipPrecision\(\.\.\., master_weights=True\)",
     ),
+    "eps that is zero in float16": (
+        DefaultEps,
+        "16-true",
+        r"AdamW\(eps=1e-08\) steps layer\.weight in float16, .* become NaN\. .*master_weights=True.*, or eps=1e-4",
+    ),
     "1-d logit_scale": (
         lambda: Net(Scaled(1)),
         "bf16-true",
@@ -109,6 +119,7 @@ REFUSED: dict[str, tuple[Callable[[], Net], str, str]] = {
 GOES_ON: dict[str, tuple[Callable[[], Net], str]] = {
     "0-d logit_scale under bf16-true": (lambda: Net(Scaled()), "bf16-true"),
     "0-d logit_scale under 16-true": (lambda: Net(Scaled()), "16-true"),
+    "default eps in bfloat16": (lambda: DefaultEps(Scaled()), "bf16-true"),
     "float32 in configure_model": (lambda: Net(Scaled(dtype=torch.float32)), "bf16-true"),
     "half of our MoE and loss": (lambda: Net(Ours()).half(), PLAIN),
     "our MoE and loss under 16-true": (lambda: Net(Ours()), "16-true"),
