@@ -122,7 +122,7 @@ class Slot:
         self.is_packed = True
 
     def _pack_scaled(self, grad: Tensor, factor: Tensor) -> None:
-        # torch would round a 0-d factor to the 16 bits of the gradient first
+        # CUDA kernels would round a 0-d factor to the 16 bits of the gradient first
         wide = grad.to(factor.dtype)
         if self.is_packed:
             self.view.add_(wide * factor)

@@ -107,6 +107,14 @@ def twice(net: Net, corridor: Any, own: Callable[[Tensor], Tensor]) -> None:
     end(corridor)
 
 
+def before_launch(net: Net, corridor: Any, own: Callable[[Tensor], Tensor]) -> None:
+    """Two losses in the first reduction, whose buckets wait for its end: gradients are packed on top of others."""
+    begin(corridor)
+    net(own(X[1])).backward()
+    net(own(X[2])).backward()
+    end(corridor)
+
+
 def pause(corridor: Any, is_paused: bool) -> None:
     if corridor is not None:
         corridor.reducer.is_paused = is_paused
@@ -133,7 +141,7 @@ def change(net: Net) -> None:
     net.scales[1].mul_(4.0)
 
 
-RUNS: tuple[Run, ...] = (once, accumulated, reopened, replaced, twice)
+RUNS: tuple[Run, ...] = (once, accumulated, reopened, replaced, twice, before_launch)
 
 
 def check(rank: Rank, ep: int) -> None:

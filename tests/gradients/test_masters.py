@@ -48,7 +48,7 @@ def decrease(plugin: MoEClipPrecision) -> float:
     return loss_of(Regression()) - loss_of(module)
 
 
-@on_ranks(1)
+@on_ranks(1, timeout_s=180.0)
 def test_200_small_steps_in_bfloat16_learn_like_float32_with_masters_and_next_to_nothing_without(rank: Rank) -> None:
     wide = decrease(MoEClipPrecision("32-true"))
     with_masters, plain = decrease(masters()) / wide, decrease(MoEClipPrecision("bf16-true")) / wide
