@@ -1,6 +1,6 @@
 """The door between gradients and the optimizer: unscale, agree on overflow, clip once over all ranks, step."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -178,7 +178,7 @@ class MoEClipPrecision(CastingPrecision):
         group: torch.distributed.ProcessGroup | None,
         has_spread_experts: bool,
         note: Callable[[Mapping[str, Any]], None],
-        stepped: Iterable[tuple[nn.Parameter, nn.Parameter]],
+        device: torch.device,
     ) -> None:
         """Connect to the ranks of a run; called by the strategy when the plan is made.
 
@@ -187,17 +187,18 @@ class MoEClipPrecision(CastingPrecision):
             group: ranks that agree on overflow.
             has_spread_experts: a norm over this rank's parameters alone is wrong.
             note: is told fields of the ``GradReport`` that a step changes.
-            stepped: parameter of the module, and the one that an optimizer steps in its place.
+            device: of the gradients.
         """
         self._clipper = clipper
         self._has_spread_experts = has_spread_experts
         self._note = note
         self._is_joined = True
-        if self._scaler is not None and self._regions is not None:
-            self._scaler.join(group, self._regions.scales, self._regions.rows(stepped))
-        elif self._scaler is not None:
-            device = next((held.device for _, held in stepped), "cpu")
-            self._scaler.join(group, RegionScales(growth_interval=self._settings.growth_interval, device=device), {})
+        if self._scaler is None:
+            return
+        if self._regions is not None:
+            self._scaler.join(group, self._regions.scales, self._regions.row_of)
+        else:
+            self._scaler.join(group, RegionScales(growth_interval=self._settings.growth_interval, device=device))
 
     @override
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:

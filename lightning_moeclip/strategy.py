@@ -22,11 +22,11 @@ from lightning_moeclip.binding import (
     TrainerFn,
     TrainerStatus,
 )
+from lightning_moeclip.checkpoints import CheckpointingStrategy
 from lightning_moeclip.gradients.collectives import broadcast_from_first
 from lightning_moeclip.gradients.corridor import CorridorSettings, GradientCorridor, optimizer_only_parameters
-from lightning_moeclip.gradients.masters import MasterWeights, model_parameter, parameter_names
+from lightning_moeclip.gradients.masters import MasterWeights, parameter_names
 from lightning_moeclip.gradients.report import Attendance, GradReport
-from lightning_moeclip.launch import GuardedStrategy
 from lightning_moeclip.parallel import checks, ledger, precision_checks
 from lightning_moeclip.parallel.agreement import gather_objects, together
 from lightning_moeclip.parallel.mesh import Mesh
@@ -37,17 +37,13 @@ from lightning_moeclip.scale_log import ScaleLog
 from lightning_moeclip.state.broadcast import broadcast_buffers, broadcast_state
 from lightning_moeclip.state.canonical import SpreadExperts, spread_names
 from lightning_moeclip.state.optimizer_parameters import (
-    CHECKPOINT_KEY,
-    check_number_of_optimizers,
-    checkpoint_entry,
-    load_parameters,
     placement,
 )
 
 __all__ = ["MoEClipStrategy"]
 
 
-class MoEClipStrategy(GuardedStrategy):
+class MoEClipStrategy(CheckpointingStrategy):
     """Data- and expert-parallel training with the gradients of one process.
 
     Args:
@@ -111,23 +107,12 @@ class MoEClipStrategy(GuardedStrategy):
         self.has_own_timeout = timeout is not default_pg_timeout
         self.expert_parallel_size = expert_parallel_size
         self._settings = CorridorSettings(towers, bucket_size_mb, checks.dtype_named(gradient_dtype), idle_expert)
-        self._mesh: Mesh | None = None
-        self._experts: SpreadExperts | None = None
         self._corridor: GradientCorridor | None = None
-        self._masters: MasterWeights | None = None
-        self._loaded: Mapping[str, Any] | None = None  # weights of a checkpoint, before they are rounded to 16 bits
         self._is_stand_in = self._is_spoiled = False
         self.report = GradReport()
         self._scale_log = ScaleLog()
 
     # -- values for the user
-
-    @property
-    def mesh(self) -> Mesh:
-        """Axes and groups of this rank; made when the process group is."""
-        if self._mesh is None:
-            raise RuntimeError("strategy.mesh exists once the ranks have met: read it in setup() or later.")
-        return self._mesh
 
     @property
     def plan(self) -> SyncPlan:
@@ -256,7 +241,7 @@ class MoEClipStrategy(GuardedStrategy):
             group=self.mesh.gradient_groups["dp"],
             has_spread_experts=self._experts is not None,
             note=self._note,
-            stepped=[(model_parameter(p), p) for o in optimizers for group in o.param_groups for p in group["params"]],
+            device=self.root_device,
         )
 
     def _make_masters(self, originals: Mapping[int, Tensor]) -> None:
@@ -279,15 +264,8 @@ class MoEClipStrategy(GuardedStrategy):
                 "16-bit parameter, so there are no masters. Write precision='16-true' or 'bf16-true', or leave it out."
             )
 
-    def _by_parameter(self, state: Mapping[str, Any]) -> dict[int, Tensor]:
-        parameters = dict(self.lightning_module.named_parameters(remove_duplicate=False))
-        return {id(parameters[n]): v for n, v in state.items() if n in parameters and isinstance(v, Tensor)}
-
     def _corridor_clipper(self) -> Any:
         return None if self._corridor is None else self._corridor.clipper
-
-    def _plain_optimizers(self) -> list[Optimizer]:
-        return [o for o in self.optimizers if isinstance(o, Optimizer)]
 
     def _adopt_optimizer_parameters(self) -> dict[int, Tensor]:
         """Give every rank the first one's values of parameters that only an optimizer holds, on its device.
@@ -410,66 +388,6 @@ class MoEClipStrategy(GuardedStrategy):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         broadcast_buffers(self.lightning_module, self.mesh)
-
-    # -- state
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """State dict with whole experts; every rank must call this."""
-        # after spawn the main process has whole experts and nobody to meet
-        is_alone = self.has_failed or self._mesh is None
-        if not is_alone:
-            broadcast_buffers(self.lightning_module, self.mesh)
-        state: dict[str, Any] = self.lightning_module.state_dict()
-        if self._masters is not None:
-            state = self._masters.wide_state(state, self.lightning_module)
-        if is_alone or self._experts is None:
-            return state
-        return self._experts.whole_model_state(state, self.lightning_module)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights; masters take what the module's 16 bits cannot hold, now or when they are made."""
-        super().load_model_state_dict(checkpoint, strict)
-        if self._masters is not None and self._masters.is_attached:
-            self._masters.settle()
-            self._masters.take(self._by_parameter(checkpoint["state_dict"]))
-        else:
-            self._loaded = checkpoint["state_dict"]
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """State dict of an optimizer with whole moments; every rank must call this."""
-        state = super().optimizer_state(optimizer)
-        if self._experts is None or self.has_failed:
-            return state
-        return self._experts.whole_optimizer_state(optimizer, state)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self._experts is not None and not self.has_failed:
-            # callbacks may have put a state of their own here, such as averaged weights
-            checkpoint["state_dict"] = self._experts.whole_model_state(checkpoint["state_dict"], self.lightning_module)
-        outside = optimizer_only_parameters(self.lightning_module, self._plain_optimizers())
-        masters = self._masters
-        values = {name: p if masters is None else masters.wide_value(p) for name, p in outside.items()}
-        checkpoint[CHECKPOINT_KEY] = checkpoint_entry(values, expert_parallel_size=self.expert_parallel_size)
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = checkpoint["optimizer_states"]
-        check_number_of_optimizers(states, self._plain_optimizers())
-        outside = optimizer_only_parameters(self.lightning_module, self._plain_optimizers())
-        masters = self._masters
-        held = {name: p if masters is None else masters.held(p) for name, p in outside.items()}
-        load_parameters(checkpoint.get(CHECKPOINT_KEY), held)
-        if masters is not None:
-            masters.settle()
-        if self._experts is not None:
-            pairs = zip(self._plain_optimizers(), states, strict=True)
-            states = [self._experts.own_optimizer_state(optimizer, state) for optimizer, state in pairs]
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
 
     @override
     def teardown(self) -> None:

@@ -20,7 +20,11 @@ ALLOWED: dict[str, tuple[set[str], bool]] = {
     "casts": ({"binding"}, True),
     "precision": ({"parallel", "gradients", "state", "casts", "binding"}, True),
     "scale_log": ({"gradients"}, False),
-    "strategy": ({"parallel", "gradients", "state", "launch", "precision", "scale_log", "binding"}, True),
+    "checkpoints": ({"parallel", "gradients", "state", "launch", "binding"}, True),
+    "strategy": (
+        {"parallel", "gradients", "state", "launch", "checkpoints", "precision", "scale_log", "binding"},
+        True,
+    ),
     "testing": ({"parallel", "gradients", "modules", "state", "precision", "strategy", "binding", "kernels"}, True),
     "registry": (set(), False),
     "__init__": ({"registry"}, False),

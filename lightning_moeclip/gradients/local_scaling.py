@@ -1,12 +1,13 @@
 """The regions of one module while it trains: their boundaries, their factors, and whose parameters are whose."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from lightning_moeclip.gradients.boundary import Region, attach, forget_compiled
 from lightning_moeclip.gradients.graph_check import find_leaks
+from lightning_moeclip.gradients.masters import model_parameter
 from lightning_moeclip.gradients.region_scales import RegionScales
 from lightning_moeclip.parallel.checks import warn_on_first_rank
 from lightning_moeclip.parallel.regions import resolve_regions
@@ -68,13 +69,9 @@ class LocalScaling:
         """What the gradients of each parameter in a region have to be divided by: 0-d, changed in place."""
         return {name: self.scales.totals[self._row[id(p)]] for name, p in parameters.items() if id(p) in self._row}
 
-    def rows(self, stepped: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> dict[int, int]:
-        """Row of ``scales`` by id of what the optimizer steps.
-
-        Args:
-            stepped: parameter of the module, and the one that an optimizer steps in its place.
-        """
-        return {id(held): self._row[id(own)] + 1 for own, held in stepped if id(own) in self._row}
+    def row_of(self, parameter: nn.Parameter) -> int:
+        """Row of ``scales`` for a parameter, or for the master that an optimizer steps in its place."""
+        return self._row.get(id(model_parameter(parameter)), -1) + 1
 
     def check(self, loss: Tensor) -> None:
         """Look once at the graph of a loss for gradients that pass by a boundary.

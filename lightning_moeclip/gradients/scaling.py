@@ -1,13 +1,13 @@
 """A gradient scaler whose decision to skip is one for the world."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
@@ -98,22 +98,27 @@ class AgreedGradScaler(torch.amp.GradScaler):
         self.group: dist.ProcessGroup | None = None
         self.scales = RegionScales(growth_interval=settings.growth_interval)
         self._settings = settings
-        self._rows: Mapping[int, int] = {}
+        self._row_of: Callable[[nn.Parameter], int] = lambda _: 0
         self._loaded: Mapping[str, Any] | None = None
         self._table: Tensor | None = None
         self._agreed: Tensor | None = None
 
-    def join(self, group: dist.ProcessGroup | None, scales: RegionScales, rows: Mapping[int, int]) -> None:
+    def join(
+        self,
+        group: dist.ProcessGroup | None,
+        scales: RegionScales,
+        row_of: Callable[[nn.Parameter], int] = lambda _: 0,
+    ) -> None:
         """Meet the ranks and regions of a run.
 
         Args:
             group: ranks that decide together.
             scales: factors of its regions.
-            rows: row of ``scales`` by id of a parameter that an optimizer steps; 0 for one in no region.
+            row_of: row of ``scales`` for a parameter that an optimizer steps; 0 for one in no region.
         """
         # a state that was loaded before the regions were known, or that of an earlier run
         scales.load_state_dict(self.scales.state_dict() if self._loaded is None else self._loaded)
-        self.group, self.scales, self._rows, self._loaded = group, scales, rows, None
+        self.group, self.scales, self._row_of, self._loaded = group, scales, row_of, None
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale and agree on whether any rank found a non-finite one."""
@@ -144,7 +149,7 @@ class AgreedGradScaler(torch.amp.GradScaler):
                         "A float16 gradient cannot be unscaled: what the loss scale saved would be lost again. "
                         "Write MoEClipPrecision(..., master_weights=True), or keep parameters in float32."
                     )
-                by_kind.setdefault((self._rows.get(id(parameter), 0), grad.device, grad.dtype), []).append(grad)
+                by_kind.setdefault((self._row_of(parameter), grad.device, grad.dtype), []).append(grad)
         table = torch.zeros(1 + len(self.scales.regions), NUM_FIELDS, dtype=torch.float64, device=found_inf.device)
         flags: dict[torch.device, Tensor] = {}
         for (row, device, _), grads in by_kind.items():

@@ -234,7 +234,7 @@ def test_the_scaler_by_itself_agrees_also_where_nobody_unscales_before_the_step(
             weight = nn.Parameter(torch.ones(3))
             optimizer = make([weight])
             scaler = AgreedGradScaler("cpu", ScalingSettings(init_scale=256.0))
-            scaler.join(torch.distributed.group.WORLD, scaler.scales, {})
+            scaler.join(torch.distributed.group.WORLD, scaler.scales)
             for is_bad in (True, False):
                 weight.grad = None
                 scaler.scale(weight.sum()).backward()
