@@ -61,11 +61,19 @@ class Uncheckpointed(Raised):
         return self.loss(self.image(batch[0]), self.text(batch[1]))
 
 
-def fit(module: TwoTowers, rank: Rank, *, ep: int = 1, compiled: bool = False, **settings: Any) -> Trainer:
+def fit(
+    module: TwoTowers,
+    rank: Rank,
+    *,
+    ep: int = 1,
+    compiled: bool = False,
+    precision: str = "16-mixed",
+    **settings: Any,
+) -> Trainer:
     arguments = {k: settings.pop(k) for k in ("accumulate_grad_batches", "gradient_clip_val") if k in settings}
-    precision = MoEClipPrecision("16-mixed", device="cpu", init_scale=2.0**8, **settings)
+    plugin = MoEClipPrecision(precision, device="cpu", init_scale=2.0**8, **settings)
     trainer = quiet_trainer(
-        rank.world_size, strategy=MoEClipStrategy(expert_parallel_size=ep), plugins=[precision], **arguments
+        rank.world_size, strategy=MoEClipStrategy(expert_parallel_size=ep), plugins=[plugin], **arguments
     )
     data = loader(share(batches(NUM_STEPS), ROWS if rank.world_size == 2 else [8], rank.index))
     trainer.fit(torch.compile(module, backend="aot_eager") if compiled else module, data)
@@ -114,6 +122,27 @@ def test_one_process_checkpointed_and_compiled_regions_change_no_bit(rank: Rank)
         module = Checkpointed(is_reentrant=is_reentrant)
         fit(module, rank, loss_scaling="local")
         assert bits(module) == bits(without)
+
+
+class Narrow(Raised):
+    """Weights in float16."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.compute_loss(batch)
+
+
+class NarrowPlain(Narrow):
+    factor = 1.0
+
+
+@on_ranks(2, timeout_s=120)
+def test_regions_and_float32_masters_go_together(rank: Rank) -> None:
+    for ep in (1, 2):
+        plain, own = NarrowPlain(), Narrow()
+        for module, how in ((plain, "unified"), (own, "local")):
+            fit(module, rank, ep=ep, precision="16-true", master_weights=True, loss_scaling=how)
+        assert plain.image.head.weight.dtype == own.image.head.weight.dtype == torch.float16
+        assert bits(plain) == bits(own) != bits(Narrow())
 
 
 class GoesAround(Half):
