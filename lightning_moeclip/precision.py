@@ -120,7 +120,7 @@ class MoEClipPrecision(CastingPrecision):
         self.has_master_weights = master_weights
         self._clipper: Callable[[], GradientClipper | None] | None = None
         self._has_spread_experts = False
-        self._note: Callable[[Mapping[str, Any]], None] = lambda _: None
+        self._note: Callable[[Mapping[str, Any]], None] | None = None
         self._is_joined = False
         self._regions: LocalScaling | None = None
         self._was_clipped = False
@@ -252,7 +252,7 @@ class MoEClipPrecision(CastingPrecision):
     def _settle_scale(self) -> None:
         if self._is_update_due and self._scaler is not None:
             self._scaler.update()
-            self._note({"loss_scales": self._scaler.report()})
+            self._tell({"loss_scales": self._scaler.report()})
         self._is_update_due = False
 
     @override
@@ -299,8 +299,12 @@ class MoEClipPrecision(CastingPrecision):
         if clipper is None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         norm, factor = clipper.clip(parameters, max_norm)
-        self._note({"total_norm": norm, "clip_factor": factor})
+        self._tell({"total_norm": norm, "clip_factor": factor})
         return norm
+
+    def _tell(self, fields: Mapping[str, Any]) -> None:
+        if self._note is not None:
+            self._note(fields)
 
     def _unscale(self, optimizer: Optimizer) -> None:
         # LightningOptimizer, which manual optimization hands out, stands for the one that was stepped

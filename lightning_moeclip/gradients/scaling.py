@@ -77,6 +77,10 @@ def _check_power_of_two(scale: float, *, given: str) -> None:
         )
 
 
+def _no_region(parameter: nn.Parameter) -> int:
+    return 0
+
+
 class AgreedGradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` that skips and backs off on all ranks or on none.
 
@@ -98,7 +102,7 @@ class AgreedGradScaler(torch.amp.GradScaler):
         self.group: dist.ProcessGroup | None = None
         self.scales = RegionScales(growth_interval=settings.growth_interval)
         self._settings = settings
-        self._row_of: Callable[[nn.Parameter], int] = lambda _: 0
+        self._row_of = _no_region
         self._loaded: Mapping[str, Any] | None = None
         self._table: Tensor | None = None
         self._agreed: Tensor | None = None
@@ -107,7 +111,7 @@ class AgreedGradScaler(torch.amp.GradScaler):
         self,
         group: dist.ProcessGroup | None,
         scales: RegionScales,
-        row_of: Callable[[nn.Parameter], int] = lambda _: 0,
+        row_of: Callable[[nn.Parameter], int] = _no_region,
     ) -> None:
         """Meet the ranks and regions of a run.
 

@@ -68,7 +68,7 @@ class Launch:
             tasks |= {"SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port())}
             ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
             environments = [env | tasks | rank for rank in ranks]
-        with self.log.open("w") as log:
+        with self.log.open("a") as log:  # ranks that write at once would overwrite one another without appending
             self.processes = [
                 subprocess.Popen(
                     command,
