@@ -25,7 +25,8 @@ from lightning_moeclip.binding import (
 from lightning_moeclip.checkpoints import CheckpointingStrategy
 from lightning_moeclip.gradients.collectives import broadcast_from_first
 from lightning_moeclip.gradients.corridor import CorridorSettings, GradientCorridor, optimizer_only_parameters
-from lightning_moeclip.gradients.masters import MasterWeights, parameter_names
+from lightning_moeclip.gradients.master_parameter import parameter_names
+from lightning_moeclip.gradients.masters import MasterWeights
 from lightning_moeclip.gradients.report import Attendance, GradReport
 from lightning_moeclip.parallel import checks, ledger, precision_checks
 from lightning_moeclip.parallel.agreement import gather_objects, together

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_moeclip.gradients.collectives import sum_over
-from lightning_moeclip.gradients.masters import model_parameter
+from lightning_moeclip.gradients.master_parameter import model_parameter
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import SyncPlan
 

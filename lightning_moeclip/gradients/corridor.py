@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from lightning_moeclip.gradients.clipping import GradientClipper
 from lightning_moeclip.gradients.collectives import broadcast_from_first
-from lightning_moeclip.gradients.masters import MasterWeights, model_parameter
+from lightning_moeclip.gradients.master_parameter import model_parameter
+from lightning_moeclip.gradients.masters import MasterWeights
 from lightning_moeclip.gradients.reducer import Reducer
 from lightning_moeclip.gradients.report import Attendance
 from lightning_moeclip.parallel import checks

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lightning_moeclip.gradients.boundary import Region, attach, forget_compiled
 from lightning_moeclip.gradients.graph_check import find_leaks
-from lightning_moeclip.gradients.masters import model_parameter
+from lightning_moeclip.gradients.master_parameter import model_parameter
 from lightning_moeclip.gradients.region_scales import RegionScales
 from lightning_moeclip.parallel.checks import warn_on_first_rank
 from lightning_moeclip.parallel.regions import resolve_regions

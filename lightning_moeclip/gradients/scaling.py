@@ -102,7 +102,7 @@ class AgreedGradScaler(torch.amp.GradScaler):
         self.group: dist.ProcessGroup | None = None
         self.scales = RegionScales(growth_interval=settings.growth_interval)
         self._settings = settings
-        self._row_of = _no_region
+        self._row_of: Callable[[nn.Parameter], int] = _no_region
         self._loaded: Mapping[str, Any] | None = None
         self._table: Tensor | None = None
         self._agreed: Tensor | None = None

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_moeclip.gradients.masters import MasterWeights, model_parameter
+from lightning_moeclip.gradients.master_parameter import model_parameter
+from lightning_moeclip.gradients.masters import MasterWeights
 from lightning_moeclip.parallel.mesh import ExpertAxis
 from lightning_moeclip.parallel.roles import spreadable_layers
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_moeclip import MoEClipPrecision, MoEClipStrategy
 from lightning_moeclip.binding import LightningModule
-from lightning_moeclip.gradients.masters import MasterParameter
+from lightning_moeclip.gradients.master_parameter import MasterParameter
 from lightning_moeclip.testing import Rank, on_ranks
 from tests.gradients.narrow_clip import DIM, Clip, fit, held_by, masters, pairs
 from tests.models import loader, quiet_trainer

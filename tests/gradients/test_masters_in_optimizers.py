@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_moeclip.binding import LightningModule
-from lightning_moeclip.gradients.masters import MasterParameter, MasterWeights
+from lightning_moeclip.gradients.master_parameter import MasterParameter
+from lightning_moeclip.gradients.masters import MasterWeights
 from lightning_moeclip.testing import Rank, on_ranks
 from tests.gradients.narrow_clip import DIM, Clip, fit, held_by, masters, pairs
 

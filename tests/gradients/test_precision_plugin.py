@@ -1,6 +1,7 @@
 """Which precision plugins a strategy takes, and how a plugin is made."""
 
 import inspect
+import pickle
 import warnings
 from typing import Any
 
@@ -144,3 +145,12 @@ def test_scale_and_interval_are_those_that_were_given() -> None:
     assert (default.get_scale(), default.get_growth_interval()) == (2.0**16, 2000)
     for precision in ("32-true", "64-true", "bf16-mixed", "16-true", "bf16-true"):
         assert MoEClipPrecision(precision, device="cpu").scaler is None
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"loss_scaling": "local", "regions": ["layer"]}, {"precision": "16-true", "master_weights": True}]
+)
+def test_a_strategy_with_its_plugin_goes_to_processes_that_are_spawned(settings: dict) -> None:
+    plugin = MoEClipPrecision(**{"precision": "16-mixed", "device": "cpu", "init_scale": 2.0**5, **settings})
+    strategy = pickle.loads(pickle.dumps(MoEClipStrategy(precision_plugin=plugin)))
+    assert strategy.precision_plugin.scaler.get_scale() == 2.0**5

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_moeclip import MoEClipPrecision, MoEClipStrategy
 from lightning_moeclip.binding import LightningModule, pl
-from lightning_moeclip.gradients.masters import MasterParameter, model_parameter
+from lightning_moeclip.gradients.master_parameter import MasterParameter, model_parameter
 from lightning_moeclip.modules import ContrastiveLoss, MoE
 from lightning_moeclip.testing import Rank, on_ranks
 from tests.models import loader, quiet_trainer
