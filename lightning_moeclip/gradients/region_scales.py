@@ -164,7 +164,7 @@ class RegionScales:
         )
         self.limit.copy_(torch.where(blamed, total, self.limit))
         self.tracker += is_clean
-        nonzero = 1 - self.underflow[1:]
+        nonzero = (1 - self.underflow[1:]).nan_to_num(0.0)  # not counted yet
         is_below_limit = 2 * total < self.limit
         wait = self.growth_interval * torch.where(is_below_limit, 1.0, self.patience)
         helped = (nonzero > 1.01 * self.nonzero) | (nonzero == 0)
@@ -174,7 +174,9 @@ class RegionScales:
         self.nonzero.copy_(torch.where(grows, nonzero, self.nonzero))
         self.tracker.masked_fill_(grows | blamed, 0.0)
         own = torch.where(grows, 2.0, 1.0)
-        around = torch.cat([torch.where(is_clean, growth, 1.0).clamp(min=1.0).unsqueeze(0).float(), own])
+        # the loss scale does not grow in a step in which a region is to blame
+        grown = torch.where(is_clean & ~blamed.any(), growth, 1.0).clamp(min=1.0)
+        around = torch.cat([grown.unsqueeze(0).float(), own])
         change = torch.where(blamed, 0.5, own / around[self._parent])
         self.factor.copy_((self.factor * change).clamp(1 / _LIMIT, _LIMIT))
 

@@ -32,7 +32,8 @@ def table(number: int, **events: float) -> Tensor:
     """Nothing wrong, half of a percent of zeros, each boundary crossed; ``bad_1=2`` sets a column of a row."""
     rows = torch.zeros(1 + number, NUM_FIELDS, dtype=torch.float64)
     rows[:, SIZE], rows[:, NUM_ZEROS], rows[1:, NUM_CROSSINGS] = 1000.0, 5.0, 1.0
-    columns = {"bad": BAD, "incoming": INCOMING, "inside": INSIDE, "zeros": NUM_ZEROS, "crossings": NUM_CROSSINGS}
+    columns = {"bad": BAD, "incoming": INCOMING, "inside": INSIDE, "zeros": NUM_ZEROS, "size": SIZE}
+    columns |= {"crossings": NUM_CROSSINGS}
     for name, value in events.items():
         column, _, row = name.rpartition("_")
         rows[int(row), columns[column]] = value
@@ -85,6 +86,23 @@ def test_a_clean_interval_doubles_a_factor_and_a_growth_around_it_leaves_its_tot
     assert not step(scales, growth=FALLEN, bad_0=1)  # falls: all totals fall along
     assert factors(scales) == [1.0, 0.5, 0.5]
     assert scales.tracker.tolist() == [1.0, 2.0, 2.0]  # a step with an overflow is not clean, nor starts it anew
+
+
+def test_no_factor_gives_way_to_a_growth_of_the_loss_scale_that_a_region_has_stopped() -> None:
+    scales = regions("a", "b")
+    assert step(scales, growth=GROWN, inside_1=1)  # what went out was not finite, and reached no parameter
+    assert factors(scales) == [0.5, 1.0]
+
+
+def test_a_region_that_rested_from_the_start_grows_early_once_it_is_used() -> None:
+    scales = regions("a", growth_interval=5)
+    for _ in range(5):
+        scales.update(table(1, size_1=0, zeros_1=0), scale=S, growth=SAME)
+    assert factors(scales) == [2.0]
+    scales.growth_interval = 2000
+    for _ in range(40):
+        step(scales, zeros_1=1000)
+    assert factors(scales)[0] > 2.0
 
 
 def test_a_region_that_overflows_again_where_it_did_waits_twice_as_long() -> None:
