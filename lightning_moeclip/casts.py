@@ -4,10 +4,11 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_moeclip.binding import HalfPrecision, Precision
+from lightning_moeclip.binding import HalfPrecision, MixedPrecision, Precision
 
 __all__ = ["CastingPrecision"]
 
@@ -15,11 +16,12 @@ __all__ = ["CastingPrecision"]
 class CastingPrecision(Precision):
     """Wraps the plugin that Lightning makes for a precision string, for all but the decisions of a step."""
 
-    def _wrap_casts(self, inner: Precision, *, keeps_originals: bool) -> None:
+    def _wrap_casts(self, inner: Precision, *, keeps_originals: bool, is_auto: bool) -> None:
         self._inner = inner
+        self._is_auto = is_auto
         self.precision = inner.precision
         self._keeps_originals = keeps_originals
-        self._originals: dict[int, Tensor] = {}
+        self._originals: dict[int, tuple[Tensor, Tensor]] = {}  # beside their parameters, whose ids nobody else gets
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -30,7 +32,8 @@ class CastingPrecision(Precision):
         """
         if not isinstance(self._inner, HalfPrecision):
             return self._inner.convert_module(module)
-        before = [(parameter, parameter.data) for parameter in module.parameters()]
+        is_kept = self._keeps_originals
+        before = [(p, p.data) for p in module.parameters() if p.ndim == 0 or (is_kept and p.requires_grad)]
         # a cast changes parameters in place, and puts new tensors in the place of buffers
         scalars = [
             (layer, name, buffer)
@@ -44,14 +47,20 @@ class CastingPrecision(Precision):
                 parameter.data = original
         for layer, name, buffer in scalars:
             setattr(layer, name, buffer)
-        if self._keeps_originals:
-            self._originals = {id(p): data for p, data in before if p.dtype != data.dtype and p.requires_grad}
+        if is_kept:
+            self._originals |= {id(p): (p, data) for p, data in before if p.dtype != data.dtype}
         return converted
 
     def take_originals(self) -> dict[int, Tensor]:
-        """Values of parameters before the last cast to 16 bits, by id; they are handed over, not kept."""
-        originals, self._originals = self._originals, {}
+        """Values of parameters before the cast to 16 bits, by id; they are handed over, and kept until then."""
+        originals = {key: data for key, (_, data) in self._originals.items()}
+        self._originals = {}
         return originals
+
+    def use_device(self, device: torch.device) -> None:
+        """Cast for the device of the run, where "auto" was to find it."""
+        if self._is_auto and isinstance(self._inner, MixedPrecision):
+            self._inner.device = device.type
 
     def convert_parameter(self, parameter: Tensor) -> None:
         """Give a parameter that no module holds the dtype of those that one does, in place.

@@ -67,7 +67,7 @@ class CheckpointingStrategy(GuardedStrategy):
         if self._masters is not None and self._masters.is_attached:
             self._masters.settle()
             self._masters.take(self._by_parameter(checkpoint["state_dict"]))
-        else:
+        elif self.precision_plugin.has_master_weights:
             self._loaded = checkpoint["state_dict"]
 
     @override

@@ -62,9 +62,7 @@ class MoEClipPrecision(CastingPrecision):
         growth_interval: int = 2000,
         master_weights: bool = False,
     ) -> None:
-        settings = ScalingSettings(
-            loss_scaling, None if regions is None else tuple(regions), float(init_scale), growth_interval
-        )
+        settings = ScalingSettings(loss_scaling, regions, float(init_scale), growth_interval)
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         # float16 gradients are summed in float32 where there are masters; stock "16-true" has nowhere to unscale them
         is_scaled = precision == "16-mixed" or (precision == "16-true" and master_weights)
@@ -82,7 +80,7 @@ class MoEClipPrecision(CastingPrecision):
                 f"MoEClipPrecision(precision={precision!r}): no such precision. Use one of '32-true', '64-true', "
                 "'16-mixed', 'bf16-mixed', '16-true', 'bf16-true'."
             )
-        self._wrap(inner, scaler, settings, master_weights=master_weights)
+        self._wrap(inner, scaler, settings, master_weights=master_weights, is_auto=device == "auto")
 
     @classmethod
     def upgrade(cls, plugin: Precision) -> "MoEClipPrecision":
@@ -108,13 +106,19 @@ class MoEClipPrecision(CastingPrecision):
             agreed.load_state_dict(scaler.state_dict())
             plugin.scaler = scaler = agreed
         upgraded = cls.__new__(cls)
-        upgraded._wrap(plugin, scaler, ScalingSettings(), master_weights=False)
+        upgraded._wrap(plugin, scaler, ScalingSettings(), master_weights=False, is_auto=False)
         return upgraded
 
     def _wrap(
-        self, inner: Precision, scaler: AgreedGradScaler | None, settings: ScalingSettings, *, master_weights: bool
+        self,
+        inner: Precision,
+        scaler: AgreedGradScaler | None,
+        settings: ScalingSettings,
+        *,
+        master_weights: bool,
+        is_auto: bool,
     ) -> None:
-        self._wrap_casts(inner, keeps_originals=master_weights)
+        self._wrap_casts(inner, keeps_originals=master_weights, is_auto=is_auto)
         self._scaler = scaler
         self._settings = settings
         self.has_master_weights = master_weights
@@ -159,7 +163,7 @@ class MoEClipPrecision(CastingPrecision):
         self._regions = None
 
     def check_regions(self, loss: Tensor) -> None:
-        """Look once at the graph of a loss for gradients that pass by a boundary.
+        """Look at the graph of a loss of the first step for gradients that pass by a boundary.
 
         Raises:
             RuntimeError: there is one.
@@ -219,6 +223,8 @@ class MoEClipPrecision(CastingPrecision):
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
         self._settle_scale()
         if self._scaler is not None:
+            if not module.automatic_optimization:
+                self._scaler.settle_left_out(module.trainer.optimizers)
             tensor = self._scaler.scale(tensor)
         return super().pre_backward(tensor, module)
 
@@ -252,6 +258,8 @@ class MoEClipPrecision(CastingPrecision):
     def _settle_scale(self) -> None:
         if self._is_update_due and self._scaler is not None:
             self._scaler.update()
+            if self._regions is not None:
+                self._regions.end_checks()
             self._tell({"loss_scales": self._scaler.report()})
         self._is_update_due = False
 

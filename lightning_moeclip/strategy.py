@@ -37,9 +37,7 @@ from lightning_moeclip.precision import MoEClipPrecision
 from lightning_moeclip.scale_log import ScaleLog
 from lightning_moeclip.state.broadcast import broadcast_buffers, broadcast_state
 from lightning_moeclip.state.canonical import SpreadExperts, spread_names
-from lightning_moeclip.state.optimizer_parameters import (
-    placement,
-)
+from lightning_moeclip.state.optimizer_parameters import placement
 
 __all__ = ["MoEClipStrategy"]
 
@@ -161,6 +159,7 @@ class MoEClipStrategy(CheckpointingStrategy):
         precision_checks.warn_of_two_precisions(
             trainer._accelerator_connector._precision_flag, self.precision_plugin.precision
         )
+        self.precision_plugin.use_device(self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
             return
@@ -183,6 +182,7 @@ class MoEClipStrategy(CheckpointingStrategy):
         module = self.lightning_module
         with together():
             checks.check_strided_gradients(module)
+            precision_checks.check_wire_dtype(self._settings.gradient_dtype, is_local=self.precision_plugin.is_local)
             read_roles(module, self._settings.towers)
             if self._experts is not None:
                 checks.check_spreadable(module, self.expert_parallel_size)
@@ -398,7 +398,7 @@ class MoEClipStrategy(CheckpointingStrategy):
         is_whole_run = not self.has_failed
         if self._experts is not None and is_whole_run and self._trainer.state.status != TrainerStatus.INTERRUPTED:
             self._experts.gather(masters=self._masters)
-        if self._masters is not None:
-            self._masters.release()
         self._loaded = None
         super().teardown()
+        if self._masters is not None:
+            self._masters.release()

@@ -208,8 +208,14 @@ class _Leave(_Hook):
         return _Boundary.apply(tensor, self.region, True) if tensor.requires_grad else tensor
 
     def rejoin(self, entered: Tensor) -> Tensor:
+        # where a region inside has this module as its boundary too, its hook was first and has gone one tensor out
+        while "_continued" in entered.__dict__:
+            entered = entered.__dict__.pop("_continued")
         outside, grad_fn = entered.__dict__.pop("_outside_of_region", (None, None))
-        if outside is None or entered.grad_fn is grad_fn:
+        if outside is None:
+            return entered
+        entered.__dict__["_continued"] = outside
+        if entered.grad_fn is grad_fn:
             return entered
         assert self.region is not None
         if outside._is_view():

@@ -16,7 +16,7 @@ _State = tuple[Region, ...]
 _OPAQUE = {"CompiledFunctionBackward", "ApplyTemplateBackward"}
 _PLAIN, _LEAF, _BOUNDARY, _CLOSED = range(4)
 _MAX_NAMES = 3
-_ACCUMULATE_GRAD: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+_ACCUMULATE_GRAD = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 
 
 def find_leaks(loss: Tensor, owners: Mapping[int, _State], names: Mapping[int, str]) -> list[str]:

@@ -57,38 +57,56 @@ class LocalScaling:
         self._handles = [
             handle for spec, region in zip(specs, regions, strict=True) for handle in attach(spec.modules, region)
         ]
-        # of nested regions the innermost one
-        self._row: dict[int, int] = {}
-        for index, spec in sorted(enumerate(specs), key=lambda item: len(item[1].ancestors)):
-            self._row |= dict.fromkeys(spec.parameters, index)
+        self._module = module
+        self._specs = specs
         self._chains = [tuple(regions[place] for place in (*chain, i)) for i, chain in enumerate(ancestors)]
-        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._is_checked = False
+        self._row: dict[int, tuple[int, nn.Parameter]] = {}
+        self._is_checking, self._has_checked = True, False
+        self._find_parameters()
+
+    def _find_parameters(self) -> None:
+        """Whose parameters are whose; they are kept, so that no other gets the id of one."""
+        # of nested regions the innermost one counts
+        for index, spec in sorted(enumerate(self._specs), key=lambda item: len(item[1].ancestors)):
+            self._row |= {id(p): (index, p) for boundary in spec.modules for p in boundary.parameters()}
 
     def divisors(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        """What the gradients of each parameter in a region have to be divided by: 0-d, changed in place."""
-        return {name: self.scales.totals[self._row[id(p)]] for name, p in parameters.items() if id(p) in self._row}
+        """What the gradients of each parameter in a region have to be divided by: 0-d, changed in place.
+
+        Asked for whenever a plan is made: parameters that have come into a region are looked for, and losses checked.
+        """
+        self._find_parameters()
+        self._is_checking, self._has_checked = True, False
+        rows = {name: self.row_of(parameter) for name, parameter in parameters.items()}
+        return {name: self.scales.totals[row - 1] for name, row in rows.items() if row}
 
     def row_of(self, parameter: nn.Parameter) -> int:
         """Row of ``scales`` for a parameter, or for the master that an optimizer steps in its place."""
-        return self._row.get(id(model_parameter(parameter)), -1) + 1
+        index, _ = self._row.get(id(model_parameter(parameter)), (-1, None))
+        return index + 1
 
     def check(self, loss: Tensor) -> None:
-        """Look once at the graph of a loss for gradients that pass by a boundary.
+        """Look at the graph of a loss for gradients that pass by a boundary, until ``end_checks``.
 
         Raises:
             RuntimeError: there is one.
         """
-        if self._is_checked:
+        if not self._is_checking:
             return
-        self._is_checked = True
-        owners = {parameter: self._chains[row] for parameter, row in self._row.items()}
-        leaks = find_leaks(loss, owners, self._names)
+        self._has_checked = True
+        owners = {key: self._chains[index] for key, (index, _) in self._row.items()}
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        leaks = find_leaks(loss, owners, names)
         if leaks:
             raise RuntimeError(
                 "Gradients go past the boundaries of regions, whose loss scale would be wrong for them. "
                 f"{' '.join(leaks)} Or name other regions=[...]."
             )
+
+    def end_checks(self) -> None:
+        """After a whole step: the losses of later ones are taken to be made alike."""
+        if self._has_checked:
+            self._is_checking = False
 
     def detach(self) -> None:
         """Remove the boundaries."""

@@ -175,10 +175,11 @@ class MasterWeights:
         return wide
 
     def release(self) -> None:
-        """End of a run: gradients of the module's own dtype again. Masters stay with their optimizers."""
+        """End of a run: gradients of the module's own dtype again, and masters on its device, with their optimizers."""
         self.is_attached = False
         for master in self._masters.values():
             master.detach_gradient()
+            master.data = master.data.to(master.model_parameter.device)
 
     def unhook(self) -> None:
         """Leave the optimizers alone from now on."""

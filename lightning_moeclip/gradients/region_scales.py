@@ -6,9 +6,9 @@ contain it). All factors are powers of two: nothing is rounded outside 16-bit un
 
 Everything here is computed from sums over all ranks, on the device, without waiting for it.
 
-* **Blame.** A region is to blame when the cotangent that came in was finite on every rank and a gradient of its
-  parameters or the cotangent that went out was not on some rank. Of nested regions the innermost is. It halves its
-  factor; the loss scale is halved only when no region is to blame.
+* **Blame.** A region is to blame for a skipped step when the cotangent that came in was finite on every rank and a
+  gradient of its parameters or the cotangent that went out was not on some rank. Of nested regions the innermost is. It
+  halves its factor; the loss scale is halved only when no region is to blame, or when a factor cannot fall further.
 * **Growth.** After ``growth_interval`` clean steps T is doubled. A region that overflowed at some T goes back there
   only after several times that interval, and doubles its patience each time that it overflows there again: spikes that
   come back cost fewer and fewer steps.
@@ -55,7 +55,7 @@ class RegionScales:
         self,
         regions: Sequence[Region] = (),
         *,
-        ancestors: Sequence[Sequence[int]] = (),
+        ancestors: Sequence[Sequence[int]] | None = None,
         growth_interval: int = 2000,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -63,17 +63,20 @@ class RegionScales:
 
         Args:
             regions: the boundaries, without the rest of the model.
-            ancestors: for each region the places in ``regions`` of those that contain it, outermost first.
+            ancestors: for each region the places in ``regions`` of those that contain it, outermost first; None when
+                none contains another.
             growth_interval: clean steps between two doublings.
             device: of the gradients.
         """
         self.regions = tuple(regions)
         self.growth_interval = growth_interval
-        self._ancestors = tuple(map(tuple, ancestors))
         number = len(self.regions)
+        self._ancestors = tuple(map(tuple, ancestors)) if ancestors is not None else ((),) * number
+        self._outermost_first = sorted(range(number), key=lambda index: len(self._ancestors[index]))
         contains = torch.zeros(number, number)
         for inner, outers in enumerate(self._ancestors):
-            contains[list(outers), inner] = 1.0
+            for outer in outers:
+                contains[outer, inner] = 1.0
         self._contains = contains.to(device)
         # the loss scale, at 0, is the parent of a region that no other contains
         self._parent = torch.tensor([outers[-1] + 1 if outers else 0 for outers in self._ancestors], device=device)
@@ -127,7 +130,7 @@ class RegionScales:
         if not self._is_checked:
             self._check_crossings(table)
         overflowed = table[:, BAD].sum() > 0
-        blamed = self._blamed(table)
+        blamed = self._blamed(table) & overflowed
         is_blamed = blamed.any()
         self.num_steps += 1
         self.num_overflows += torch.cat([(overflowed & ~is_blamed).unsqueeze(0), blamed])
@@ -154,7 +157,7 @@ class RegionScales:
 
     def _blamed(self, table: Tensor) -> Tensor:
         went_wrong = (table[1:, BAD] > 0) | (table[1:, INSIDE] > 0)
-        candidates = went_wrong & (table[1:, INCOMING] == 0)
+        candidates = went_wrong & (table[1:, INCOMING] == 0) & (self.factor > 1 / _LIMIT)
         return candidates & ((self._contains @ candidates.float()) == 0)
 
     def _change(self, blamed: Tensor, is_clean: Tensor, is_counted: Tensor, *, scale: Tensor, growth: Tensor) -> None:
@@ -174,18 +177,16 @@ class RegionScales:
         self.nonzero.copy_(torch.where(grows, nonzero, self.nonzero))
         self.tracker.masked_fill_(grows | blamed, 0.0)
         own = torch.where(grows, 2.0, 1.0)
-        # the loss scale does not grow in a step in which a region is to blame
-        grown = torch.where(is_clean & ~blamed.any(), growth, 1.0).clamp(min=1.0)
-        around = torch.cat([grown.unsqueeze(0).float(), own])
+        around = torch.cat([growth.clamp(min=1.0).unsqueeze(0).float(), own])
         change = torch.where(blamed, 0.5, own / around[self._parent])
         self.factor.copy_((self.factor * change).clamp(1 / _LIMIT, _LIMIT))
 
     def _write(self) -> None:
         """Give the boundaries and the reducer their factors."""
-        for index, region in enumerate(self.regions):
-            region.scale.copy_(self.factor[index])
-            chain = [*self._ancestors[index], index]
-            self.totals[index].copy_(self.factor[chain].prod())
+        for index in self._outermost_first:
+            factor, outers = self.factor[index], self._ancestors[index]
+            self.regions[index].scale.copy_(factor)
+            self.totals[index].copy_(factor * self.totals[outers[-1]] if outers else factor)
 
     def report(self, scale: Tensor) -> dict[str, LossScale]:
         """Scale and rates of the rest of the model, under ``MODEL``, and of every region.

@@ -50,7 +50,8 @@ class GradReport:
         total_norm: 0-d, float32 at least: norm over all ranks before clipping, each logical parameter once; None when
             the step was not clipped by norm.
         clip_factor: 0-d: what the gradients were multiplied by; None like ``total_norm``.
-        loss_scales: by region, "model" for what is in none; empty where the precision needs no scaling.
+        loss_scales: by region, "model" for what is in none; empty where the precision needs no scaling. With several
+            optimizers they are of the step before: the scale is decided when the next backward begins.
     """
 
     attendance: Attendance | None = None

@@ -1,7 +1,7 @@
 """A gradient scaler whose decision to skip is one for the world."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -32,19 +32,24 @@ class ScalingSettings:
     """
 
     loss_scaling: LossScaling = "unified"
-    regions: tuple[str, ...] | None = None
+    regions: Sequence[str] | None = None
     init_scale: float = 2.0**16
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
+        if self.regions is not None and (isinstance(self.regions, str) or not self.regions):
+            raise ValueError(
+                f"regions={self.regions!r} must be a list with a module path or more, such as regions=['image.head']. "
+                "Leave it out to take projection heads and experts."
+            )
         if self.loss_scaling not in ("unified", "local"):
             raise ValueError(f'loss_scaling={self.loss_scaling!r} must be "unified" (the default) or "local".')
         if not (self.init_scale > 0 and math.isfinite(self.init_scale)):
             raise ValueError(f"init_scale={self.init_scale} must be a positive number. The default is 2.0**16.")
         if self.loss_scaling == "local":
             _check_power_of_two(self.init_scale, given=f"init_scale={self.init_scale}")
-        if self.growth_interval < 1:
-            raise ValueError(f"growth_interval={self.growth_interval} must be at least 1. The default is 2000.")
+        if type(self.growth_interval) is not int or self.growth_interval < 1:
+            raise ValueError(f"growth_interval={self.growth_interval} must be an integer from 1. The default is 2000.")
 
     def ignored_by(self, precision: str, *, is_scaled: bool) -> str | None:
         """What to say of settings that do nothing; None when all do something.
@@ -122,6 +127,7 @@ class AgreedGradScaler(torch.amp.GradScaler):
         """
         # a state that was loaded before the regions were known, or that of an earlier run
         scales.load_state_dict(self.scales.state_dict() if self._loaded is None else self._loaded)
+        scales.growth_interval = self.get_growth_interval()  # of a checkpoint, as that of the loss scale
         self.group, self.scales, self._row_of, self._loaded = group, scales, row_of, None
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -133,6 +139,18 @@ class AgreedGradScaler(torch.amp.GradScaler):
         """``unscale_``, unless that was done since the last ``update``; every rank must call this."""
         if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.unscale_(optimizer)
+
+    def settle_left_out(self, optimizers: Iterable[Optimizer]) -> None:
+        """Before a backward: count a step that was unscaled, to be clipped, and then left out with ``zero_grad``.
+
+        Its overflow makes the scale fall as that of any step, and the next gradients are unscaled again.
+        """
+        unscaled = [o for o in optimizers if self._per_optimizer_states[id(o)]["stage"] is OptState.UNSCALED]
+        left_out = [o for o in unscaled if all(p.grad is None for group in o.param_groups for p in group["params"])]
+        if left_out and len(left_out) == len(unscaled):
+            self.update()
+        for optimizer in left_out:
+            self._per_optimizer_states.pop(id(optimizer), None)
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         super()._check_inf_per_device(optimizer)
@@ -215,5 +233,6 @@ class AgreedGradScaler(torch.amp.GradScaler):
         super().load_state_dict(state_dict)
         self._loaded = state_dict.get("regions")
         self.scales.load_state_dict(self._loaded)
+        self.scales.growth_interval = self.get_growth_interval()
         self._per_optimizer_states.clear()
         self._table = self._agreed = None

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from lightning_moeclip.parallel.checks import warn_on_first_rank
 from lightning_moeclip.parallel.roles import ParamRole
 
-__all__ = ["check_16_bit_parameters", "check_epsilon_in_float16", "warn_of_two_precisions"]
+__all__ = ["check_16_bit_parameters", "check_epsilon_in_float16", "check_wire_dtype", "warn_of_two_precisions"]
 
 
 def check_16_bit_parameters(
@@ -93,4 +93,21 @@ def warn_of_two_precisions(of_trainer: str, of_plugin: str) -> None:
         warn_on_first_rank(
             f"Trainer(precision={of_trainer!r}) is ignored: the strategy was given a precision_plugin of "
             f"{of_plugin!r}, and that one is used. Leave out one of the two."
+        )
+
+
+def check_wire_dtype(gradient_dtype: torch.dtype | None, *, is_local: bool) -> None:
+    """Refuse float16 between ranks where regions answer for their own overflows.
+
+    Args:
+        gradient_dtype: in which gradients are summed over ranks.
+        is_local: regions have a loss scale of their own.
+
+    Raises:
+        ValueError: both.
+    """
+    if is_local and gradient_dtype is torch.float16:
+        raise ValueError(
+            "gradient_dtype=torch.float16 with loss_scaling='local': a sum over ranks that overflows would be blamed "
+            "on a region, whose scale is not that of the sum. Write gradient_dtype=torch.bfloat16, or leave it out."
         )

@@ -48,8 +48,6 @@ def resolve_regions(
         ValueError: a path names no module, or one that cannot be a region; two regions cross; or a parameter of a
             region can be reached past its boundary.
     """
-    if isinstance(paths, str):
-        raise ValueError(f"regions={paths!r} must be a list of module paths. Write regions=[{paths!r}].")
     found = _default_regions(module, towers) if paths is None else [(path, _module_at(module, path)) for path in paths]
     specs = [_spec(name, part) for name, part in found]
     for spec in specs:

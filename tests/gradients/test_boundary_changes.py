@@ -51,6 +51,26 @@ def test_input_changed_in_place_inside_is_right_outside_too(change: str, is_used
         torch.testing.assert_close(found, reference, rtol=1e-6, atol=1e-6)
 
 
+def test_input_changed_in_place_is_right_where_two_regions_have_one_module_as_their_boundary() -> None:
+    layer = InPlace(CHANGES["mul_"])
+    before = nn.Linear(WIDTH, WIDTH)
+
+    def gradients_of() -> list[Tensor]:
+        h = before(batch()) * 1.0
+        loss = (layer(h) + h).pow(2).mean()
+        return list(torch.autograd.grad(loss, [*before.parameters(), *layer.parameters()]))
+
+    wanted = gradients_of()
+    inner, outer = Region("layers.0", scale=INNER), Region("layers", scale=OUTER)
+    attach([layer], inner)
+    attach([layer], outer)
+    found = gradients_of()
+    for gradient, true in zip(found[:2], wanted[:2], strict=True):
+        assert torch.equal(gradient, true)
+    for gradient, true in zip(found[2:], wanted[2:], strict=True):
+        assert torch.equal(gradient / (INNER * OUTER), true)
+
+
 def test_view_changed_in_place_inside_is_refused() -> None:
     layer = InPlace(CHANGES["relu_"])
     attach([layer], Region("image.proj", scale=OUTER))

@@ -254,3 +254,24 @@ def test_masters_start_as_those_of_the_first_rank_to_the_last_digit(rank: Rank) 
 def test_master_weights_without_16_bit_parameters_warn(rank: Rank) -> None:
     with pytest.warns(UserWarning, match="precision='32-true': .* no 16-bit parameter.*Write precision='16-true'"):
         fit(Clip(), pairs(1), plugins=[masters("32-true")])
+
+
+class WithValidation(Regression):
+    def on_train_start(self) -> None:
+        self.started = [p.detach().clone() for p in held_by(self.trainer)]
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+
+@on_ranks(1)
+def test_masters_start_with_all_digits_also_where_validate_came_first(rank: Rank) -> None:
+    module = WithValidation()
+    wide = [p.detach().clone() for p in module.parameters()]
+    trainer = quiet_trainer(1, plugins=[masters()])
+    batch = (torch.ones(2, 16), torch.ones(2, 1))
+    trainer.validate(module, loader([batch]), verbose=False)
+    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+    trainer.fit(module, loader([batch]))
+    assert all(torch.equal(master, value) for master, value in zip(module.started, wide, strict=True))
+    assert not trainer.precision_plugin._originals

@@ -214,7 +214,16 @@ def test_what_is_ignored_warns_once_on_rank_0(rank: Rank) -> None:
         ({"init_scale": -2.0}, r"init_scale=-2\.0 must be a positive number"),
         ({"init_scale": float("inf")}, r"init_scale=inf must be a positive number"),
         ({"init_scale": float("nan")}, r"init_scale=nan must be a positive number"),
-        ({"growth_interval": 0}, r"growth_interval=0 must be at least 1\. The default is 2000"),
+        ({"growth_interval": 0}, r"growth_interval=0 must be an integer from 1\. The default is 2000"),
+        ({"growth_interval": 2.5}, r"growth_interval=2\.5 must be an integer"),
+        (
+            {"regions": "head"},
+            r"regions='head' must be a list with a module path or more, such as regions=\['image\.head",
+        ),
+        (
+            {"regions": []},
+            r"regions=\[\] must be a list with a module path or more, .* Leave it out to take projection",
+        ),
         (
             {"init_scale": 3000, "loss_scaling": "local"},
             r"init_scale=3000\.0 must be a power of two with loss_scaling='local': .* Use init_scale=4096, or loss_sc",

@@ -52,7 +52,8 @@ def factors(scales: RegionScales) -> list[float]:
     ("events", "expected"),
     [
         ({"bad_1": 1}, [0.5, 1.0]),  # gradients of its parameters, on one rank
-        ({"inside_1": 1}, [0.5, 1.0]),  # the cotangent that went out
+        ({"inside_1": 1, "bad_0": 1}, [0.5, 1.0]),  # the cotangent that went out, to parameters outside
+        ({"inside_1": 1}, [1.0, 1.0]),  # it went nowhere: no step was skipped
         ({"bad_1": 1, "bad_2": 3}, [0.5, 0.5]),  # two regions beside each other
         ({"bad_0": 1}, [1.0, 1.0]),
         ({"bad_1": 2, "incoming_1": 1}, [1.0, 1.0]),  # on one of two ranks what came in was bad already
@@ -63,7 +64,9 @@ def test_a_region_falls_alone_when_what_came_in_was_finite(events: dict, expecte
     scales = regions("a", "b")
     assert step(scales, growth=FALLEN, **events) == (0.5 in expected)
     assert factors(scales) == expected
-    assert [float(n) for n in scales.num_overflows] == [float(0.5 not in expected), *(f == 0.5 for f in expected)]
+    is_skipped = any(name.startswith("bad") for name in events)
+    own = [float(is_skipped and 0.5 not in expected), *(f == 0.5 for f in expected)]
+    assert [float(n) for n in scales.num_overflows] == own
 
 
 def test_of_nested_regions_the_innermost_falls_and_totals_are_products() -> None:
@@ -88,10 +91,10 @@ def test_a_clean_interval_doubles_a_factor_and_a_growth_around_it_leaves_its_tot
     assert scales.tracker.tolist() == [1.0, 2.0, 2.0]  # a step with an overflow is not clean, nor starts it anew
 
 
-def test_no_factor_gives_way_to_a_growth_of_the_loss_scale_that_a_region_has_stopped() -> None:
-    scales = regions("a", "b")
-    assert step(scales, growth=GROWN, inside_1=1)  # what went out was not finite, and reached no parameter
-    assert factors(scales) == [0.5, 1.0]
+def test_the_loss_scale_falls_where_a_factor_cannot_fall_further() -> None:
+    scales = regions("a")
+    blamed = [step(scales, bad_1=1, growth=FALLEN) for _ in range(26)]
+    assert blamed == [True] * 24 + [False] * 2
 
 
 def test_a_region_that_rested_from_the_start_grows_early_once_it_is_used() -> None:

@@ -160,7 +160,6 @@ def test_module_shared_with_the_outside_is_bounded_wherever_it_is_called() -> No
         ([""], "the whole module cannot be a region"),
         (["image_proj.1"], "a ReLU without parameters has no gradients to scale"),
         (["text", "text"], "names 'text' twice. Name it once."),
-        ("text", "regions='text' must be a list of module paths. Write regions=['text']."),
     ],
 )
 def test_path_that_cannot_be_a_region_is_refused(paths: list[str], message: str) -> None:
