@@ -37,7 +37,7 @@ class MoEClipPrecision(CastingPrecision):
 
     Args:
         precision: one of Lightning's precision names.
-        device: device type of autocast and of the scaler; "auto" takes CUDA when there is one.
+        device: device type of autocast and of the scaler; "auto" takes that of the run.
         loss_scaling: "unified" scales the loss by one number; "local" gives regions a factor of their own on top of
             it, for a part of the model whose float16 gradients vanish or overflow where those of the rest do not.
         regions: paths of the modules that have a factor of their own under "local"; None takes projection heads and

@@ -56,6 +56,8 @@ class Launch:
         taken = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_", "TORCHELASTIC_")
         env = {name: value for name, value in os.environ.items() if not name.startswith(taken)}
         env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        # a line and its end in one write, or those of two ranks get mixed
+        env.pop("PYTHONUNBUFFERED", None)
         environments = [env]
         if slurm:
             # what srun sets for two tasks on one node
