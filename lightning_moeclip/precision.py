@@ -129,6 +129,7 @@ class MoEClipPrecision(CastingPrecision):
         self._regions: LocalScaling | None = None
         self._was_clipped = False
         self._is_update_due = False
+        self._is_left_out = False
 
     @property
     def is_local(self) -> bool:
@@ -161,6 +162,13 @@ class MoEClipPrecision(CastingPrecision):
         if self._regions is not None:
             self._regions.detach()
         self._regions = None
+        if self._scaler is not None:
+            self._scaler.leave()
+
+    def begin_step(self) -> None:
+        """Before a training step; called by the strategy."""
+        if self._regions is not None:
+            self._regions.begin_step()
 
     def check_regions(self, loss: Tensor) -> None:
         """Look at the graph of a loss of the first step for gradients that pass by a boundary.
@@ -221,12 +229,17 @@ class MoEClipPrecision(CastingPrecision):
 
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
+        scaler = self._scaler
+        if scaler is None:
+            return super().pre_backward(tensor, module)
+        pending: list[Tensor] = []
+        if not module.automatic_optimization:
+            pending, is_left_out = scaler.release_unscaled(module.trainer.optimizers)
+            self._is_update_due |= is_left_out
         self._settle_scale()
-        if self._scaler is not None:
-            if not module.automatic_optimization:
-                self._scaler.settle_left_out(module.trainer.optimizers)
-            tensor = self._scaler.scale(tensor)
-        return super().pre_backward(tensor, module)
+        if pending:
+            scaler.scale_again(pending)
+        return super().pre_backward(scaler.scale(tensor), module)
 
     @override
     def optimizer_step(
@@ -243,7 +256,11 @@ class MoEClipPrecision(CastingPrecision):
             )
         result = closure()
         if result is None and model.automatic_optimization:
-            self._after_closure(model, optimizer)
+            self._is_left_out = True  # clipping, which hooks may do all the same, must not unscale for a later step
+            try:
+                self._after_closure(model, optimizer)
+            finally:
+                self._is_left_out = False
             return result
         # also for fused optimizers, so that clipping sees true gradients; they skip on the agreed flag
         self._unscale(optimizer)
@@ -259,7 +276,7 @@ class MoEClipPrecision(CastingPrecision):
         if self._is_update_due and self._scaler is not None:
             self._scaler.update()
             if self._regions is not None:
-                self._regions.end_checks()
+                self._regions.after_update()
             self._tell({"loss_scales": self._scaler.report()})
         self._is_update_due = False
 
@@ -317,7 +334,7 @@ class MoEClipPrecision(CastingPrecision):
     def _unscale(self, optimizer: Optimizer) -> None:
         # LightningOptimizer, which manual optimization hands out, stands for the one that was stepped
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if self._scaler is not None:
+        if self._scaler is not None and not self._is_left_out:
             self._scaler.unscale_once(plain)
 
     @override

@@ -299,6 +299,7 @@ class MoEClipStrategy(CheckpointingStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; where it returns None on this rank, a zero stands in for the missing loss."""
         self._is_stand_in = self._is_spoiled = False
+        self.precision_plugin.begin_step()
         if self._corridor is not None:
             self._corridor.begin_step()
         with self._in_step(), ledger.recording() as outputs:

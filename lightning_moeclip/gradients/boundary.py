@@ -210,7 +210,7 @@ class _Leave(_Hook):
     def rejoin(self, entered: Tensor) -> Tensor:
         # where a region inside has this module as its boundary too, its hook was first and has gone one tensor out
         while "_continued" in entered.__dict__:
-            entered = entered.__dict__.pop("_continued")
+            entered = entered.__dict__["_continued"]
         outside, grad_fn = entered.__dict__.pop("_outside_of_region", (None, None))
         if outside is None:
             return entered

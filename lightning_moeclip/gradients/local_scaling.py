@@ -61,7 +61,7 @@ class LocalScaling:
         self._specs = specs
         self._chains = [tuple(regions[place] for place in (*chain, i)) for i, chain in enumerate(ancestors)]
         self._row: dict[int, tuple[int, nn.Parameter]] = {}
-        self._is_checking, self._has_checked = True, False
+        self._is_checking, self._has_checked, self._has_updated = True, False, False
         self._find_parameters()
 
     def _find_parameters(self) -> None:
@@ -76,7 +76,7 @@ class LocalScaling:
         Asked for whenever a plan is made: parameters that have come into a region are looked for, and losses checked.
         """
         self._find_parameters()
-        self._is_checking, self._has_checked = True, False
+        self._is_checking, self._has_checked, self._has_updated = True, False, False
         rows = {name: self.row_of(parameter) for name, parameter in parameters.items()}
         return {name: self.scales.totals[row - 1] for name, row in rows.items() if row}
 
@@ -86,7 +86,7 @@ class LocalScaling:
         return index + 1
 
     def check(self, loss: Tensor) -> None:
-        """Look at the graph of a loss for gradients that pass by a boundary, until ``end_checks``.
+        """Look at the graph of a loss of the first training step that updates anything for gradients past a boundary.
 
         Raises:
             RuntimeError: there is one.
@@ -103,9 +103,13 @@ class LocalScaling:
                 f"{' '.join(leaks)} Or name other regions=[...]."
             )
 
-    def end_checks(self) -> None:
-        """After a whole step: the losses of later ones are taken to be made alike."""
-        if self._has_checked:
+    def after_update(self) -> None:
+        """After an update of the scales, of which a training step may have several."""
+        self._has_updated = self._has_checked
+
+    def begin_step(self) -> None:
+        """Before a training step: losses are taken to be made as those of the first that updated anything."""
+        if self._has_updated:
             self._is_checking = False
 
     def detach(self) -> None:

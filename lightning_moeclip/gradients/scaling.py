@@ -37,11 +37,14 @@ class ScalingSettings:
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
-        if self.regions is not None and (isinstance(self.regions, str) or not self.regions):
-            raise ValueError(
-                f"regions={self.regions!r} must be a list with a module path or more, such as regions=['image.head']. "
-                "Leave it out to take projection heads and experts."
-            )
+        if self.regions is not None:
+            regions = tuple(self.regions)
+            if isinstance(self.regions, str) or not regions:
+                raise ValueError(
+                    f"regions={self.regions!r} must be a list with a module path or more, such as "
+                    "regions=['image.head']. Leave it out to take projection heads and experts."
+                )
+            object.__setattr__(self, "regions", regions)
         if self.loss_scaling not in ("unified", "local"):
             raise ValueError(f'loss_scaling={self.loss_scaling!r} must be "unified" (the default) or "local".')
         if not (self.init_scale > 0 and math.isfinite(self.init_scale)):
@@ -140,17 +143,34 @@ class AgreedGradScaler(torch.amp.GradScaler):
         if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.unscale_(optimizer)
 
-    def settle_left_out(self, optimizers: Iterable[Optimizer]) -> None:
-        """Before a backward: count a step that was unscaled, to be clipped, and then left out with ``zero_grad``.
+    def release_unscaled(self, optimizers: Iterable[Optimizer]) -> tuple[list[Tensor], bool]:
+        """Before a backward: let go of steps that were unscaled, to be clipped, and have not been taken.
 
-        Its overflow makes the scale fall as that of any step, and the next gradients are unscaled again.
+        Returns:
+            Gradients of steps that may still come: they have to be scaled again, as those that backward adds to them.
+            And whether a step was left out with ``zero_grad``: its overflow counts in the next update as any other.
         """
-        unscaled = [o for o in optimizers if self._per_optimizer_states[id(o)]["stage"] is OptState.UNSCALED]
-        left_out = [o for o in unscaled if all(p.grad is None for group in o.param_groups for p in group["params"])]
-        if left_out and len(left_out) == len(unscaled):
-            self.update()
-        for optimizer in left_out:
-            self._per_optimizer_states.pop(id(optimizer), None)
+        states, pending, is_left_out = self._per_optimizer_states, [], False
+        for optimizer in optimizers:
+            if id(optimizer) not in states or states[id(optimizer)]["stage"] is not OptState.UNSCALED:
+                continue
+            seen = states.pop(id(optimizer))
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            pending.extend(grads)
+            if not grads:
+                is_left_out = True
+                states[~id(seen)] = seen  # of no optimizer
+        return pending, is_left_out
+
+    def scale_again(self, grads: Sequence[Tensor]) -> None:
+        """Multiply gradients that were unscaled by the scale, in place."""
+        assert self._scale is not None, "unscaled before"
+        for grad in grads:
+            grad.mul_(self._scale.to(grad.device))
+
+    def leave(self) -> None:
+        """Forget whose parameters are in which region; scales and counts stay."""
+        self._row_of = _no_region
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         super()._check_inf_per_device(optimizer)

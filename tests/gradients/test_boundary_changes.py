@@ -51,7 +51,7 @@ def test_input_changed_in_place_inside_is_right_outside_too(change: str, is_used
         torch.testing.assert_close(found, reference, rtol=1e-6, atol=1e-6)
 
 
-def test_input_changed_in_place_is_right_where_two_regions_have_one_module_as_their_boundary() -> None:
+def test_input_changed_in_place_is_right_where_three_regions_have_one_module_as_their_boundary() -> None:
     layer = InPlace(CHANGES["mul_"])
     before = nn.Linear(WIDTH, WIDTH)
 
@@ -61,14 +61,13 @@ def test_input_changed_in_place_is_right_where_two_regions_have_one_module_as_th
         return list(torch.autograd.grad(loss, [*before.parameters(), *layer.parameters()]))
 
     wanted = gradients_of()
-    inner, outer = Region("layers.0", scale=INNER), Region("layers", scale=OUTER)
-    attach([layer], inner)
-    attach([layer], outer)
+    for scale in (INNER, OUTER, 2.0):
+        attach([layer], Region("layers", scale=scale))
     found = gradients_of()
     for gradient, true in zip(found[:2], wanted[:2], strict=True):
         assert torch.equal(gradient, true)
     for gradient, true in zip(found[2:], wanted[2:], strict=True):
-        assert torch.equal(gradient / (INNER * OUTER), true)
+        assert torch.equal(gradient / (INNER * OUTER * 2.0), true)
 
 
 def test_view_changed_in_place_inside_is_refused() -> None:

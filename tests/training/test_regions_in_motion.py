@@ -45,6 +45,10 @@ class Net(LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         return self.head(self.layer(batch)).float().square().mean()
 
+    def on_train_end(self) -> None:
+        if self.head.second is not None:
+            self.row = self.trainer.precision_plugin.scaler._row_of(self.head.second.weight)
+
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.seen.append({n: p.grad.clone() for n, p in self.named_parameters() if p.grad is not None})
 
@@ -109,6 +113,50 @@ def leaves_steps_out(module: Manual, batch: Tensor, batch_idx: int) -> None:
         optimizer.step()
 
 
+def zeroes_in_place(module: Manual, batch: Tensor, batch_idx: int) -> None:
+    optimizer = module.optimizers()
+    optimizer.zero_grad(set_to_none=False)
+    module.manual_backward(loss_of(module, batch))
+    module.norms.append(float(module.trainer.strategy.clip_grad_norm_(1e9)))
+    if batch_idx % 2:
+        optimizer.step()
+
+
+def clips_every_micro_batch(module: Manual, batch: Tensor, batch_idx: int) -> None:
+    optimizer = module.optimizers()
+    if batch_idx % 2 == 0:
+        optimizer.zero_grad()
+    module.manual_backward(loss_of(module, batch) / 2)
+    module.norms.append(float(module.trainer.strategy.clip_grad_norm_(1e9)))
+    if batch_idx % 2:
+        optimizer.step()
+
+
+def third_goes_around(module: Manual, batch: Tensor, batch_idx: int) -> None:
+    optimizer = module.optimizers()
+    for index in range(3):
+        optimizer.zero_grad()
+        around = nn.functional.linear(batch, module.head.first.weight).float().mean()
+        module.manual_backward(around if index == 2 else loss_of(module, batch))
+        optimizer.step()
+
+
+class Rests(Net):
+    """No loss in the first and the third batch, and a norm that is read where gradients are clipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float | None] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return None if batch_idx % 2 == 0 else super().training_step(batch, batch_idx)
+
+    def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, 1e9, "norm")
+        grads = [p.grad.flatten() for p in self.parameters() if p.grad is not None]
+        self.norms.append(float(torch.cat(grads).norm()) if grads else None)
+
+
 def fit(module: Net, rank: Rank, *, epochs: int = 1, is_local: bool = True, **arguments: Any) -> MoEClipPrecision:
     local = {"loss_scaling": "local", "regions": ["head"]} if is_local else {}
     precision = MoEClipPrecision("16-mixed", device="cpu", init_scale=2.0**6, **local)
@@ -124,14 +172,13 @@ def test_parameters_that_come_into_a_region_have_its_scale_from_their_first_step
     for kind in (GrowsBetweenEpochs, GrowsInAStep):
         plain, own = kind(), kind()
         fit(plain, rank, epochs=2, is_local=False)
-        precision = fit(own, rank, epochs=2)
+        fit(own, rank, epochs=2)
         for wanted, found in zip(plain.seen, own.seen, strict=True):
             assert wanted.keys() == found.keys()
             assert all(torch.equal(found[name], wanted[name]) for name in wanted), kind.__name__
         assert "head.second.weight" in own.seen[-1]
         # counted with the region, not with the rest of the model
-        assert precision.scaler is not None
-        assert precision.scaler._row_of(own.head.second.weight) == 1
+        assert (plain.row, own.row) == (0, 1)
 
 
 FAULTS: dict[str, tuple[Callable[[], Net], dict[str, Any], str]] = {
@@ -140,6 +187,7 @@ FAULTS: dict[str, tuple[Callable[[], Net], dict[str, Any], str]] = {
         {},
         "head.first.weight: used past the output of the region 'head'",
     ),
+    "third loss": (lambda: Manual(third_goes_around), {}, "head.first.weight: used past the output of the region"),
     "after growing": (GoesAroundAfterGrowing, {"epochs": 2}, "head.second.weight: used past the output of the region"),
     "float16 between ranks": (
         Net,
@@ -174,8 +222,31 @@ def test_a_step_that_is_clipped_and_left_out_leaves_the_next_ones_right(rank: Ra
     assert precision.scaler.get_scale() == 2.0**5
 
 
-def fit_norm(module: Net, rank: Rank, index: int) -> float:
-    """Norm of the gradient of one batch of all ranks, in float32."""
-    rows = [torch.randn(4, 5, DIM, generator=torch.Generator().manual_seed(r))[index] for r in range(rank.world_size)]
-    grads = torch.autograd.grad(loss_of(module, torch.cat(rows)), list(module.parameters()))
+@on_ranks(2)
+def test_gradients_that_are_clipped_before_more_is_added_are_scaled_again(rank: Rank) -> None:
+    for is_local in (False, True):
+        zeroed, summed = Manual(zeroes_in_place), Manual(clips_every_micro_batch)
+        fit(zeroed, rank, is_local=is_local)
+        fit(summed, rank, is_local=is_local)
+        for index in range(4):
+            assert zeroed.norms[index] == pytest.approx(fit_norm(zeroed, rank, index), rel=4e-3)
+        for first in (0, 2):
+            assert summed.norms[first] == pytest.approx(fit_norm(summed, rank, first) / 2, rel=4e-3)
+            assert summed.norms[first + 1] == pytest.approx(fit_norm(summed, rank, first, first + 1) / 2, rel=4e-3)
+
+
+@on_ranks(1)
+def test_a_batch_without_loss_leaves_the_next_one_right_where_gradients_are_clipped(rank: Rank) -> None:
+    module = Rests()
+    fit(module, rank, is_local=False)
+    assert module.norms[0] is None
+    for index in (1, 3):
+        assert module.norms[index] == pytest.approx(fit_norm(module, rank, index), rel=4e-3)
+
+
+def fit_norm(module: Net, rank: Rank, *indices: int) -> float:
+    """Norm of the sum of gradients of batches of all ranks, in float32."""
+    data = [torch.randn(4, 5, DIM, generator=torch.Generator().manual_seed(r)) for r in range(rank.world_size)]
+    loss = sum(loss_of(module, torch.cat([rows[index] for rows in data])) for index in indices)
+    grads = torch.autograd.grad(loss, list(module.parameters()))
     return float(torch.cat([g.flatten() for g in grads]).norm())
