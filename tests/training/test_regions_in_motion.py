@@ -113,6 +113,14 @@ def leaves_steps_out(module: Manual, batch: Tensor, batch_idx: int) -> None:
         optimizer.step()
 
 
+def leaves_every_overflow_out(module: Manual, batch: Tensor, batch_idx: int) -> None:
+    optimizer = module.optimizers()
+    optimizer.zero_grad()
+    module.manual_backward(loss_of(module, batch) * torch.inf)
+    if module.trainer.strategy.clip_grad_norm_(1.0).isfinite():
+        optimizer.step()
+
+
 def zeroes_in_place(module: Manual, batch: Tensor, batch_idx: int) -> None:
     optimizer = module.optimizers()
     optimizer.zero_grad(set_to_none=False)
@@ -172,13 +180,16 @@ def test_parameters_that_come_into_a_region_have_its_scale_from_their_first_step
     for kind in (GrowsBetweenEpochs, GrowsInAStep):
         plain, own = kind(), kind()
         fit(plain, rank, epochs=2, is_local=False)
-        fit(own, rank, epochs=2)
+        precision = fit(own, rank, epochs=2)
         for wanted, found in zip(plain.seen, own.seen, strict=True):
             assert wanted.keys() == found.keys()
             assert all(torch.equal(found[name], wanted[name]) for name in wanted), kind.__name__
         assert "head.second.weight" in own.seen[-1]
         # counted with the region, not with the rest of the model
         assert (plain.row, own.row) == (0, 1)
+        # and after the run nothing is held of the module's parameters
+        assert precision.scaler is not None
+        assert precision.scaler._row_of(own.head.second.weight) == 0
 
 
 FAULTS: dict[str, tuple[Callable[[], Net], dict[str, Any], str]] = {
@@ -220,6 +231,13 @@ def test_a_step_that_is_clipped_and_left_out_leaves_the_next_ones_right(rank: Ra
     # the overflow of the step that was left out has halved the scale all the same
     assert precision.scaler is not None
     assert precision.scaler.get_scale() == 2.0**5
+
+
+@on_ranks(2)
+def test_the_scale_falls_also_where_every_step_with_an_overflow_is_left_out(rank: Rank) -> None:
+    precision = fit(Manual(leaves_every_overflow_out), rank, is_local=False)
+    assert precision.scaler is not None
+    assert precision.scaler.get_scale() == 2.0**3  # 2^6, and three backwards that follow such a step
 
 
 @on_ranks(2)
