@@ -1,0 +1,94 @@
+"""What a callback may ask of the strategy: the only way to the other ranks.
+
+Every method is called by all ranks at the same point of a step, and answers the same on all of them.
+"""
+
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+
+from torch import Tensor
+
+from lightning_moeclip.binding import Trainer
+from lightning_moeclip.gradients.report import GradReport
+
+__all__ = ["World", "check_given_once", "world_of"]
+
+Value = TypeVar("Value")
+
+
+@runtime_checkable
+class World(Protocol):
+    """``MoEClipStrategy``, as callbacks see it.
+
+    Attributes:
+        report: of the last step.
+        step_loss: 0-d, what this rank's ``training_step`` returned for the step at hand, the mean over its
+            micro-batches; the objective is the mean of it over ranks.
+    """
+
+    report: GradReport
+
+    @property
+    def world_size(self) -> int:
+        """W, number of ranks."""
+
+    @property
+    def step_loss(self) -> Tensor:
+        """See the class."""
+
+    def ask_for_statistics(self) -> None:
+        """Have statistics in the report of the step at hand; to be called in ``on_train_batch_start``.
+
+        They are there from ``on_before_optimizer_step`` on. No communication here, one small all-reduce then.
+        """
+
+    def ask_for_residual(self) -> None:
+        """Have the residual of a low-precision reduction in the report, asked for and read like statistics."""
+
+    def reduce_sums(self, sums: Tensor) -> Tensor:
+        """[n] float64 of this rank to the sum over all ranks, bit-identical on each; a collective."""
+
+    def agree(self, is_so: bool) -> bool:
+        """Whether it is so on any rank; a collective."""
+
+    def gather(self, value: Value) -> list[Value]:
+        """Picklable values of all ranks, by rank; a collective, slow, for rare events."""
+
+    def gradient_square(self) -> Tensor:
+        """0-d float64: this rank's part of the squared norm of the reduced gradients; parts of all ranks add up to it.
+
+        Each logical parameter counts once. To be called in ``on_before_optimizer_step``; no communication.
+        """
+
+    def hold_step(self, reason: str) -> None:
+        """Have no rank take the step at hand; to be called in ``on_before_optimizer_step``.
+
+        The callback needs the attribute ``may_hold_step = True``, on which all ranks agree before the first step.
+        """
+
+
+def world_of(trainer: Trainer, callback: object) -> World:
+    """The strategy of a run, for a callback that acts and therefore needs ours.
+
+    Raises:
+        TypeError: it is another strategy.
+    """
+    strategy = trainer.strategy
+    if not isinstance(strategy, World):
+        name = type(callback).__name__
+        raise TypeError(
+            f"{name} acts on all ranks through the strategy, and {type(strategy).__name__} cannot do that. "
+            f"Write Trainer(strategy=MoEClipStrategy(), callbacks=[{name}()])."
+        )
+    return cast(World, strategy)
+
+
+def check_given_once(trainer: Trainer, callback: Any) -> None:
+    """Refuse two callbacks of one class, which would act twice on one step.
+
+    Raises:
+        ValueError: there are two.
+    """
+    number = sum(type(other) is type(callback) for other in trainer.callbacks)
+    if number > 1:
+        name = type(callback).__name__
+        raise ValueError(f"Trainer(callbacks=[...]) holds {number} of {name}: both would act on one step. Give one.")

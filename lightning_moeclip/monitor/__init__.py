@@ -1,0 +1,1 @@
+"""What reports mean: state machines and pictures, without Lightning and without communication."""
