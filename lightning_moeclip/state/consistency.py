@@ -63,9 +63,9 @@ def compare_replicas(
         return Comparison(unwatched=unwatched)
     entries = list(state.entries(what))
     own = _combined(entries, device)
-    table = torch.empty(mesh.world_size, len(own), dtype=own.dtype, device=device)
-    dist.all_gather_into_tensor(table, own, group=mesh.gradient_groups["dp"])
-    rows = table.tolist()
+    table = [torch.empty_like(own) for _ in range(mesh.world_size)]
+    dist.all_gather(table, own, group=mesh.gradient_groups["dp"])
+    rows = torch.stack(table).tolist()
     bad = [
         cell for cell, i in _CELLS.items() if any(rows[r][i] != rows[g[0]][i] for g in _groups(mesh, cell) for r in g)
     ]
