@@ -18,7 +18,7 @@ __all__ = ["combine_digests", "tensor_digest"]
 _NUM_COLUMNS = 4096
 _ROW_WIDTH = 1023  # odd, and without a factor in common with the number of columns
 _WORD_BYTES = 8
-_LOW_HALF = 0xFFFFFFFF
+_SHIFT = 29  # takes no sign of a float of 16, 32 or 64 bits in a word to the place of another
 # multiplier of Knuth's MMIX generator, The Art of Computer Programming 2, 3.3.4; odd
 _SIZE_WEIGHT = 6364136223846793005
 
@@ -42,8 +42,8 @@ def tensor_digest(tensor: Tensor) -> Tensor:
         sums = torch.cat([*_folded(words, _NUM_COLUMNS, dim=0), *_folded(words, _ROW_WIDTH, dim=1), *rest])
     else:
         sums = torch.cat([words, *rest]) if rest else words
-    # the highest bit of a weighted word does not depend on the weight: let it move another one, too
-    mixed = sums ^ ((sums >> 32) & _LOW_HALF)
+    # times an odd weight the highest bit stays what it was, whatever the weight: let it move another one, too
+    mixed = sums ^ ((sums >> _SHIFT) & (2 ** (64 - _SHIFT) - 1))
     return (mixed * _weights(len(sums), sums.device)).sum() + _wrapped(tensor.numel() * _SIZE_WEIGHT)
 
 
