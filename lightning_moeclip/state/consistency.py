@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_moeclip.gradients.comparison import Category, Comparison, Difference
 from lightning_moeclip.parallel.agreement import gather_objects
 from lightning_moeclip.parallel.mesh import Axis, Mesh
-from lightning_moeclip.state.digest import combine_digests, tensor_digest
+from lightning_moeclip.state.digest import joint_digest
 from lightning_moeclip.state.layouts import Layout, Opaque, TensorLayout, build, leaf_layouts, plain_values, take_apart
 from lightning_moeclip.state.replicated import Entry, Key, ReplicatedState
 
@@ -129,20 +129,17 @@ def _groups(mesh: Mesh, cell: tuple[Category, Axis]) -> list[tuple[int, ...]]:
 
 def _combined(entries: Iterable[Entry], device: torch.device) -> Tensor:
     """One digest for each category and axis, [8] int64."""
-    digests: dict[int, list[Tensor]] = {i: [] for i in _CELLS.values()}
-    weights: dict[int, list[int]] = {i: [] for i in _CELLS.values()}
+    tensors: dict[int, list[Tensor]] = {i: [] for i in _CELLS.values()}
     told = [0] * len(_CELLS)
-    for entry in entries:
+    # a state dict is in the order in which it was filled, which is each rank's own
+    for entry in sorted(entries, key=lambda entry: entry.key):
         cell = _CELLS[entry.key[0], entry.axis]
         layout, leaves = take_apart(entry.value)
-        number = _number(entry.key, layout, plain_values(leaves))
-        told[cell] += number
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        digests[cell] += [tensor_digest(tensor) for tensor in tensors]
-        weights[cell] += [_number(number, i) | 1 for i in range(len(tensors))]
-    parts = [combine_digests(digests[i], weights[i], device=device) for i in _CELLS.values()]
+        told[cell] += _number(entry.key, layout, plain_values(leaves))
+        tensors[cell] += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     wrapped = [(number + 2**63) % 2**64 - 2**63 for number in told]
-    return torch.stack(parts) + torch.tensor(wrapped, device=device)
+    digests = torch.stack([joint_digest(tensors[i], device=device) for i in _CELLS.values()])
+    return digests + torch.tensor(wrapped, device=device)
 
 
 def _number(*values: object) -> int:
@@ -153,8 +150,7 @@ def _number(*values: object) -> int:
 def _tell(entry: Entry) -> _Told:
     layout, leaves = take_apart(entry.value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    cpu = torch.device("cpu")
-    digest = combine_digests([tensor_digest(t) for t in tensors], [2 * i + 1 for i in range(len(tensors))], device=cpu)
+    digest = joint_digest(tensors, device=torch.device("cpu"))
     return _Told(entry.axis, layout, plain_values(leaves), int(digest))
 
 

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["combine_digests", "tensor_digest"]
+__all__ = ["joint_digest", "tensor_digest"]
 
 _NUM_COLUMNS = 4096
 _ROW_WIDTH = 1023  # odd, and without a factor in common with the number of columns
 _WORD_BYTES = 8
+_MAX_SMALL = 4096  # elements
 _SHIFT = 29  # takes no sign of a float of 16, 32 or 64 bits in a word to the place of another
 # multiplier of Knuth's MMIX generator, The Art of Computer Programming 2, 3.3.4; odd
 _SIZE_WEIGHT = 6364136223846793005
@@ -47,23 +48,29 @@ def tensor_digest(tensor: Tensor) -> Tensor:
     return (mixed * _weights(len(sums), sums.device)).sum() + _wrapped(tensor.numel() * _SIZE_WEIGHT)
 
 
-def combine_digests(digests: Sequence[Tensor], weights: Sequence[int], *, device: torch.device) -> Tensor:
-    """Sum of digests with weights of 64 bits, modulo 2**64.
+@torch.no_grad()
+def joint_digest(tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:
+    """Digest of several tensors in their order; small ones of a kind are read together, which costs fewer calls.
+
+    Where one tensor ends and the next one begins is not in it: dtypes and shapes have to be compared apart.
 
     Args:
-        digests: 0-d int64 each, on any devices.
-        weights: odd integers in the range of int64, one for each digest, no two alike: what tells their order.
+        tensors: any number, on any devices.
         device: of the result.
 
     Returns:
-        0-d int64.
+        0-d int64; 0 for no tensor.
     """
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for kind in sorted({str(digest.device) for digest in digests}):
-        here = [(d, w) for d, w in zip(digests, weights, strict=True) if str(d.device) == kind]
-        stacked = torch.stack([digest for digest, _ in here])
-        total += (stacked * torch.tensor([weight for _, weight in here], device=kind)).sum().to(device)
-    return total
+    parts, small = [], dict[tuple[str, torch.dtype], list[Tensor]]()
+    for tensor in tensors:
+        if tensor.numel() > _MAX_SMALL:
+            parts.append(tensor_digest(tensor))
+        else:
+            small.setdefault((tensor.device.type, tensor.dtype), []).append(tensor.detach().reshape(-1))
+    parts += [tensor_digest(torch.cat(same)) for _, same in sorted(small.items(), key=lambda item: str(item[0]))]
+    if not parts:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    return (torch.stack([part.to(device) for part in parts]) * _weights(len(parts), device)).sum()
 
 
 def _words(tensor: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_moeclip.state.digest import combine_digests, tensor_digest
+from lightning_moeclip.state.digest import joint_digest, tensor_digest
 
 CPU = torch.device("cpu")
 # below and above what is mixed word by word; with words left over in both tables, and bytes left over in float32
@@ -91,17 +91,34 @@ def test_opposite_changes_of_two_elements_and_swapped_elements_and_blocks_are_se
         assert (digest(experts[list(order)]) == digest(experts)) is (order == (0, 1, 2, 3))
 
 
-def test_two_tensors_swapped_are_seen_by_their_weights_and_a_sum_is_one_number_of_64_bits() -> None:
-    digests = [tensor_digest(random(9, torch.float32, seed=seed)) for seed in range(3)]
-    weights = [2**63 - 1, -(2**63) + 1, 12345]
-    combined = combine_digests(digests, weights, device=CPU)
-    assert (combined.dtype, combined.shape) == (torch.int64, ())
-    assert combined == combine_digests(digests[::-1], weights[::-1], device=CPU)
-    for i, j in ((0, 1), (0, 2), (1, 2)):
-        swapped = list(digests)
-        swapped[i], swapped[j] = digests[j], digests[i]
-        assert combine_digests(swapped, weights, device=CPU) != combined
-    assert combine_digests([], [], device=CPU) == 0
+def joint(*tensors: Tensor) -> int:
+    found = joint_digest(tensors, device=CPU)
+    assert (found.dtype, found.shape) == (torch.int64, ())
+    return int(found)
+
+
+def test_swapped_tensors_small_and_large_are_seen_and_every_one_ulp_in_one_of_many() -> None:
+    # read together up to 4096 elements, each for itself above; of two dtypes
+    sizes = [3, 5, 4096, 5000, 20000, 7, 5000]
+    tensors = [random(n, torch.float32, seed=seed) for seed, n in enumerate(sizes)]
+    tensors += [random(n, torch.bfloat16, seed=seed) for seed, n in enumerate((3, 1, 9000))]
+    whole = joint(*tensors)
+    assert joint(*(t.clone() for t in tensors)) == whole
+    for i, j in itertools.combinations(range(len(tensors)), 2):
+        swapped = list(tensors)
+        swapped[i], swapped[j] = tensors[j], tensors[i]
+        # two dtypes, and large beside small, are told apart by their layouts, which are compared as well
+        is_alike = (tensors[i].dtype, len(tensors[i])) == (tensors[j].dtype, len(tensors[j]))
+        assert joint(*swapped) != whole or not is_alike, (i, j)
+    for tensor in tensors:
+        bits = tensor.view(BITS[tensor.dtype.itemsize])
+        for place in (0, len(bits) - 1):
+            bits[place] ^= 1
+            assert joint(*tensors) != whole
+            bits[place] ^= 1
+    negated = [-t for t in tensors]
+    assert joint(*negated) != whole
+    assert joint() == 0
 
 
 INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
