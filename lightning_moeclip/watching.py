@@ -100,7 +100,8 @@ class WatchedStrategy(CheckpointingStrategy):
         """Whether replicas hold the same bits; one small collective when they do, see ``state.consistency``.
 
         Args:
-            what: any of "gradients", "parameters" (masters with them), "optimizer" and "scaler".
+            what: any of "gradients" (of the optimizer about to step), "parameters" (masters with them), "optimizer"
+                and "scaler".
         """
         return compare_replicas(self._replicated_state(), self.mesh, what, device=self.root_device)
 
@@ -116,7 +117,11 @@ class WatchedStrategy(CheckpointingStrategy):
 
     def _replicated_state(self) -> ReplicatedState:
         return ReplicatedState(
-            self.lightning_module, self._plain_optimizers(), masters=self._masters, scaling=self.precision_plugin
+            self.lightning_module,
+            self._plain_optimizers(),
+            masters=self._masters,
+            scaling=self.precision_plugin,
+            stepped=self._optimizer,
         )
 
     def _learn_who_holds(self) -> bool:

@@ -71,6 +71,7 @@ class World(Protocol):
         """Whether replicas hold the same bits of what is asked for; a collective.
 
         To be called between steps, or in ``on_before_optimizer_step`` without "scaler", whose step is not over there.
+        "gradients" are those of the optimizer that is about to step.
         """
 
     def resync(self, comparison: Comparison) -> None:

@@ -61,6 +61,7 @@ class ReplicatedState:
         *,
         masters: MasterWeights | None = None,
         scaling: ScalingState | None = None,
+        stepped: Optimizer | None = None,
     ) -> None:
         """Look at a run.
 
@@ -69,10 +70,12 @@ class ReplicatedState:
             optimizers: of the run.
             masters: of its 16-bit parameters.
             scaling: the precision plugin; None where its scaler is not asked for.
+            stepped: optimizer whose gradients are meant: those of others may not be reduced yet. None means all.
         """
         self._optimizers = optimizers
         self._masters = masters
         self._scaling = scaling
+        self._stepped = stepped
         outside = optimizer_only_parameters(module, optimizers)
         self.parameters: dict[str, nn.Parameter] = {**dict(module.named_parameters()), **outside}
         spread = spread_names(module)
@@ -94,7 +97,8 @@ class ReplicatedState:
         """Entries of the categories in ``what``; masters go with parameters."""
         if "gradients" in what:
             for name, parameter in self.parameters.items():
-                if parameter.grad is not None:
+                owner = self._holders[name][0] if name in self._holders else None
+                if parameter.grad is not None and (self._stepped is None or owner is self._stepped):
                     yield Entry(("gradients", name, ""), self.axes[name], parameter.grad)
         if "parameters" in what:
             yield from self._values()

@@ -293,6 +293,46 @@ def test_an_experts_gradient_and_accumulated_ones_are_watched(rank: Rank) -> Non
         assert kept.metrics == {"grad_residual/mismatches": 1.0, "grad_residual/resyncs": 0.0}
 
 
+class TwoOptimizers(Half):
+    """Each tower with an optimizer of its own, stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.verdicts: list[tuple[bool, ...]] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("loss", 0.0)
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(self.compute_loss(batch))
+        held = []
+        for optimizer in optimizers:
+            optimizer.step()
+            held.append(self.trainer.strategy.report.verdict.holds_step)
+        self.verdicts.append(tuple(held))
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([*part.parameters()], lr=0.01) for part in (self.image, self.text)]
+
+
+@on_ranks(2)
+def test_of_two_optimizers_stepped_by_hand_the_one_with_the_wrong_gradient_is_held(rank: Rank) -> None:
+    data = [(x.float(), y.float()) for x, y in share(batches(NUM_STEPS), [4, 4], rank.index)]
+    module = TwoOptimizers()
+    plugin = MoEClipPrecision("16-mixed", device="cpu", init_scale=256.0)
+    fault = AfterReduction(negated, steps=(4,))  # the third batch: two steps in each
+    check = ResidualResync(every_n_steps=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        quiet_trainer(2, callbacks=[fault, check], plugins=[plugin]).fit(module, loader(data))
+    assert module.verdicts == [(False, False)] * 2 + [(False, True)] + [(False, False)] * 2
+    assert plugin.state_dict()["_growth_tracker"] == NUM_STEPS
+    mine = {n: p.tolist() for n, p in module.named_parameters()}
+    assert gather_objects(mine) == [mine] * 2
+
+
 @on_ranks(2)
 def test_the_fourth_mismatch_of_one_tensor_ends_the_run_with_its_story_on_all_ranks(rank: Rank) -> None:
     always = tuple(range(NUM_STEPS))

@@ -314,6 +314,30 @@ def test_gradients_are_compared_and_never_copied_and_a_missing_one_differs(rank:
 
 
 @on_ranks(2)
+def test_parameters_that_only_an_optimizer_holds_and_frozen_ones_are_compared(rank: Rank) -> None:
+    run = Run(num_steps=0)
+    outside = nn.Parameter(torch.ones(3))
+    run.optimizer.add_param_group({"params": [outside]})
+    run.net.dense.bias.requires_grad_(False)
+    run.fill_gradients()
+    outside.grad = torch.ones(3)
+    run.optimizer.step()
+    assert run.compare().is_equal
+    if rank.index == 1:
+        one_ulp(outside)
+        one_ulp(run.net.dense.bias)
+        one_ulp(run.optimizer.state[outside]["exp_avg"])
+    found = run.compare()
+    assert [d.key for d in found.differences] == [
+        ("optimizer", "optimizer0.group1.0", "exp_avg"),
+        ("parameters", "dense.bias", ""),
+        ("parameters", "optimizer0.group1.0", ""),
+    ]
+    run.resync(found)
+    assert run.compare().is_equal
+
+
+@on_ranks(2)
 def test_swapped_parameters_and_swapped_moments_are_seen(rank: Rank) -> None:
     run = Run()
     if rank.index == 1:
