@@ -128,7 +128,7 @@ class ExpertLoadMonitor(Callback):
         load = _sum_over_ranks(trainer, self._layers, self._towers, new)
         counts = load.compute()
         if load.lacks_a_tower(counts):
-            self._towers = _all_towers(trainer, {*self._towers, *_towers_in(new)})
+            self._towers = _all_towers(trainer, _towers_in(new))
             load = _sum_over_ranks(trainer, self._layers, self._towers, new)
             counts = load.compute()
         self.last = PublishedLoad(trainer.global_step, load.loads(counts))
@@ -194,16 +194,18 @@ def _sum_over_ranks(
 
 
 def _all_towers(trainer: Trainer, towers: Collection[str]) -> tuple[str, ...]:
-    """Names that any rank has, in one order on all; a collective of every strategy, since names are of any length.
+    """Names that any rank has, in one order on all ranks; a collective.
 
     Raises:
         ValueError: one of them stands for all towers.
     """
     strategy = trainer.strategy
     text = json.dumps(sorted(towers)).encode()
-    longest = strategy.reduce(torch.tensor(len(text), device=strategy.root_device), reduce_op="max")
-    row = torch.tensor(list(text.ljust(int(longest))), dtype=torch.uint8, device=strategy.root_device)
-    rows = strategy.all_gather(row).view(-1, int(longest)).tolist()
+    longest = int(strategy.reduce(torch.tensor(len(text), device=strategy.root_device), reduce_op="max"))
+    # every rank fills its own row, so that the sum is a gather: all_gather of Lightning warns in torch 2.13
+    table = torch.zeros(trainer.world_size, longest, dtype=torch.uint8)
+    table[trainer.global_rank] = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8)
+    rows = strategy.reduce(table.to(strategy.root_device), reduce_op="sum").tolist()
     names = sorted({name for row in rows for name in json.loads(bytes(row))})
     if ALL_TOWERS in names:
         raise ValueError(

@@ -42,12 +42,11 @@ class TrainingLoad:
             choices_E: choices per expert, int64.
             served_E: those that were not dropped; None for all of them.
         """
-        zeros_E = torch.zeros_like(choices_E)
-        self._choices[tower] = _sum(self._choices.get(tower, zeros_E), choices_E)
+        _add(self._choices, tower, choices_E)
         if served_E is not None:
-            self._drops[tower] = _sum(self._drops.get(tower, zeros_E), choices_E - served_E)
-        else:
-            self._drops.setdefault(tower, zeros_E)
+            _add(self._drops, tower, choices_E - served_E)
+        elif tower not in self._drops:
+            self._drops[tower] = torch.zeros_like(choices_E)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TrainingLoad":
         return TrainingLoad()
@@ -56,6 +55,7 @@ class TrainingLoad:
         return TrainingLoad, ()
 
 
-def _sum(before_E: Tensor, more_E: Tensor) -> Tensor:
-    """The sum, in a tensor of its own, on the device where the layer is now."""
-    return before_E.to(more_E.device) + more_E
+def _add(counts: dict[str | None, Tensor], tower: str | None, more_E: Tensor) -> None:
+    """Count more, in a tensor of its own, on the device where the layer is now."""
+    before_E = counts.get(tower)
+    counts[tower] = more_E.clone() if before_E is None else before_E.to(more_E.device) + more_E

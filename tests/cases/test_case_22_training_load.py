@@ -94,7 +94,10 @@ def test_case_22_loads_are_of_training_tokens_once_each(ep: int, rows: list[int]
             before[layer] = read
         for _, published, _ in ranks:
             # nothing new between the micro-batches of a step
-            assert [None if p is None else p.step for p in published[2 * step : 2 * step + 2]] == [step or None, step + 1]
+            assert [None if p is None else p.step for p in published[2 * step : 2 * step + 2]] == [
+                step or None,
+                step + 1,
+            ]
             found = published[2 * step + 1].loads
             assert {key: row.choices.tolist() for key, row in found.items()} == {
                 (layer, "all"): counts.tolist() for layer, counts in wanted.items()
