@@ -280,7 +280,7 @@ class Heatmap:
     def _colour(self, cells: NDArray[np.float64]) -> NDArray[np.uint8]:
         """[rows, samples] cells to [rows, samples, 3] colours."""
         is_value = np.isfinite(cells) & (cells > 0)
-        rgba = self._colours(self._norm(np.where(is_value, cells, self._norm.vmin)), bytes=True)
+        rgba = self._colours(self._norm(np.where(is_value, cells, 1.0)), bytes=True)
         colours = np.asarray(rgba)[..., :3].copy()
         colours[cells == 0] = ZERO
         colours[np.isposinf(cells)] = NON_FINITE

@@ -225,7 +225,7 @@ class VarianceHistory:
         self._range = None if state["range"] is None else (state["range"][0], state["range"][1])
         self.single = {LayerKey(*key) for key in state["single"]}
         self.samples = [
-            Sample(s["step"], {LayerKey(*row[:3]): row[3] for row in s["cells"]}, {t: cell for t, cell in s["towers"]})
+            Sample(s["step"], {LayerKey(*row[:3]): row[3] for row in s["cells"]}, dict(s["towers"]))
             for s in state["samples"]
         ][-self.window :]
 
