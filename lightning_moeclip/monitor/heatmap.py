@@ -299,3 +299,13 @@ class Heatmap:
                 has_share = column < len(counts) and total > 0
                 text.set_text(f"{counts[column] / total:.0%}" if has_share else "")
         self._load_image.set_data(relative)
+
+
+def _widest(names: Sequence[str], layout: _Layout) -> float:
+    """Width in inches of the longest of some names."""
+    from matplotlib.backends.backend_agg import RendererAgg
+    from matplotlib.font_manager import FontProperties
+
+    font = FontProperties(size=layout.font_size)
+    renderer = RendererAgg(1, 1, _DPI)
+    return max(renderer.get_text_width_height_descent(name, font, ismath=False)[0] for name in names) / _DPI
