@@ -146,10 +146,8 @@ class Heatmap:
         gaps = _GAP * (len(heights) - 1) + (_GAP if layout.load_rows else 0.0)
         # a picture is no lower than its colour bar and the names beside it need
         height = max(_TOP + sum(heights) + gaps + _BOTTOM, 3.2)
-        longest = max(
-            [len(row) for _, rows in layout.panels for row in rows] + [len(r) for r in layout.load_rows] + [8]
-        )
-        left = 0.25 + 0.008 * layout.font_size * longest
+        names = [*(name for _, rows in layout.panels for name in rows), *layout.load_rows]
+        left = 0.3 + max(0.6, _widest(names, layout))
         self.figure = Figure(figsize=(left + _PLOT_WIDTH + _RIGHT, height), dpi=_DPI)
         FigureCanvasAgg(self.figure)
         self._from_top, self._left = _TOP, left

@@ -151,7 +151,7 @@ def test_load_panel_shows_each_expert_against_an_even_share() -> None:
 
 def test_a_hundred_rows_have_a_place_of_their_own() -> None:
     keys = [LayerKey("text", f"encoder.transformer.a_rather_long_name.blocks.{i}", "dense") for i in range(100)]
-    heatmap = heatmap_of({key: WAVE for key in keys})
+    heatmap = heatmap_of(dict.fromkeys(keys, WAVE))
     picture = heatmap.render()
     axes = heatmap.figure.axes[0]
     low, high = axes.transData.transform((0, 1))[1], axes.transData.transform((0, 0))[1]
