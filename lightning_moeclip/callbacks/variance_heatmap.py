@@ -44,6 +44,10 @@ class VarianceHeatmap(Callback):
         figure_every_n_steps: optimizer steps between pictures; each is drawn with the first sample from then on.
         prefix: put before each tag and before the folder of the files.
 
+    Attributes:
+        history: the samples and the scale.
+        picture: draws them; ``picture.render()`` at any time.
+
     Raises:
         ValueError: a number of steps is below 1, or another one has the same prefix.
         ImportError: matplotlib is missing.
@@ -58,7 +62,7 @@ class VarianceHeatmap(Callback):
         self.prefix = prefix
         self.history = VarianceHistory()
         self._area = "grad_var"
-        self._picture = Heatmap(self.history)
+        self.picture = Heatmap(self.history)
         self._local = LocalStatistics()
         self._counts = ExpertCounts()
         self._watched_step: int | None = None
@@ -80,7 +84,7 @@ class VarianceHeatmap(Callback):
             )
         is_reduced = isinstance(trainer.strategy, World)
         self._area = "grad_var" if is_reduced else "grad_var_local"
-        self._picture.note = "" if is_reduced else "local to rank 0"
+        self.picture.note = "" if is_reduced else "local to rank 0"
         self._watched_step = self._last_watched = None
 
     @override
@@ -190,10 +194,10 @@ class VarianceHeatmap(Callback):
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         loads, source = self._counts.take(trainer.callback_metrics)
-        self._picture.set_loads(loads, source=source)
+        self.picture.set_loads(loads, source=source)
         tag = f"{self.prefix}{self._area}"
         folder = f"{self.prefix}grad_variance"
-        write_picture(trainer, f"{tag}/heatmap", self._picture.render(), step=step, folder=folder)
+        write_picture(trainer, f"{tag}/heatmap", self.picture.render(), step=step, folder=folder)
         write_table(trainer, f"{tag}/worst_layers", self._worst(), step=step)
 
     def _worst(self) -> list[list[str]]:

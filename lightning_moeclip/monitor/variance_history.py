@@ -137,6 +137,7 @@ class VarianceHistory:
         by_tower: dict[str | None, Row] = {}
         for key, row in rows.items():
             by_tower[key.tower] = _added(by_tower[key.tower], row) if key.tower in by_tower else row
+        self.single -= {key for key, row in rows.items() if row["size"] > 1}
         self.single |= {key for key, row in rows.items() if row["size"] == 1}
         cells = {key: _cell(row, has_square=True) for key, row in rows.items()}
         sample = Sample(step, cells, {t: _cell(row, has_square=False) for t, row in by_tower.items()})

@@ -52,7 +52,7 @@ def log_under_stock_ddp(rank: Rank, accumulate: int) -> dict[str, Any]:
         "first": [callback.history.samples[0].towers[tower] for tower in ("image", "text")],
         "metrics": notes.metrics,
         "images": notes.images,
-        "title": callback._picture.note,
+        "title": callback.picture.note,
     }
 
 
@@ -166,7 +166,7 @@ def test_a_layer_is_grey_until_it_is_unfrozen(tmp_path: Path) -> None:
     head = next(key for key in keys if key[:2] == ("image", "head"))
     assert all(key.tower == "image" for key in keys[:4])
     assert [head in sample.cells for sample in callback.history.samples] == [False, False, True]
-    picture = callback._picture.render()
-    axes = callback._picture.figure.axes[0]
+    picture = callback.picture.render()
+    axes = callback.picture.figure.axes[0]
     x, y = axes.transData.transform((0, keys.index(head)))
     assert tuple(picture[round(picture.shape[0] - y), round(x)]) == ABSENT != ZERO

@@ -43,7 +43,7 @@ def log_on_two_ranks(rank: Rank, folder: str, accumulate: int) -> dict[str, Any]
     )
     trainer.fit(TwoTowers(), loader(share(batches(4), [5, 3], rank.index)))
     metrics = {tag: value.item() for tag, value in trainer.callback_metrics.items() if "grad_var" in tag}
-    shape = callback._picture.render().shape if rank.index == 0 else None
+    shape = callback.picture.render().shape if rank.index == 0 else None
     return {"metrics": metrics, "shape": shape, "steps": [sample.step for sample in callback.history.samples]}
 
 
@@ -76,7 +76,7 @@ def test_without_logger_pictures_are_files(tmp_path: Path) -> None:
     # the first samples at or behind 3 and 6, and the last one when training ends
     assert pngs_in(tmp_path) == [f"grad_variance/step_00000{step}.png" for step in (4, 6, 8)]
     found = matplotlib.image.imread(tmp_path / "grad_variance/step_000008.png")
-    picture = callback._picture.render()
+    picture = callback.picture.render()
     assert (found[..., :3] * 255).round().astype("uint8").tolist() == picture.tolist()
 
 
@@ -96,7 +96,7 @@ def test_every_logger_gets_scalars_and_pictures_go_to_those_that_take_them(tmp_p
     assert [step for step, metrics in notes.metrics if metrics] == [0, 1]
     assert set(notes.metrics[0][1]) == {"run/grad_var/image", "run/grad_var/text"}
     assert set(notes.metrics[0][1]) <= set(trainer.callback_metrics)
-    shape = callback._picture.render().shape
+    shape = callback.picture.render().shape
     assert notes.images == [("run/grad_var/heatmap", shape, 1)]
     ((key, columns, rows),) = notes.tables
     assert key == "run/grad_var/worst_layers"
@@ -215,7 +215,7 @@ class Counts(TwoTowers):
 
 
 def load_rows(callback: VarianceHeatmap) -> tuple[dict[str, list[float]], str]:
-    return callback._picture._loads, callback._picture._load_source
+    return callback.picture._loads, callback.picture._load_source
 
 
 def test_load_of_rank_0_since_the_picture_before_is_a_panel(tmp_path: Path) -> None:

@@ -51,6 +51,13 @@ def test_tower_is_the_variance_over_all_its_elements_and_one_element_has_none() 
     assert math.isnan(sample.towers[None])
 
 
+def test_a_row_that_grows_beyond_one_element_shows_its_variance() -> None:
+    history = history_of({IMAGE_0: torch.ones(1)})
+    assert history.single == {IMAGE_0}
+    history.add(10, [sums_of([(IMAGE_0, WAVE)])])
+    assert history.single == set()
+
+
 def test_optimizers_of_one_step_give_one_sample_and_share_rows() -> None:
     history = VarianceHistory()
     both = sums_of([(IMAGE_0, WAVE)]), sums_of([(IMAGE_0, 3 * WAVE), (TEXT_0, WAVE)])
