@@ -217,7 +217,8 @@ class Reducer:
     @property
     def _is_watched(self) -> bool:
         """Whether gradients are read before they are reduced, for which all of them have to be there."""
-        return self.is_residual_asked or (self._statistics is not None and self._statistics.is_asked)
+        is_sampled = self.is_residual_asked and any(map(ResidualSample.covers, self.buckets))
+        return is_sampled or (self._statistics is not None and self._statistics.is_asked)
 
     def _launch_ready(self) -> None:
         if self._is_watched:
