@@ -169,6 +169,8 @@ class NanGrad(_LocalGradients):
 
 
 class ScaleGrad(_LocalGradients):
+    """Gradients of one rank that are ``factor`` times too large."""
+
     name = "scale_grad"
 
     def __init__(self, step: int, rank: int, *, parameter: str | None = None, factor: float) -> None:
@@ -283,6 +285,8 @@ class Desync(Fault):
 
 
 class Stall(Fault):
+    """A rank that comes late."""
+
     name = "stall"
 
     def __init__(self, step: int, rank: int, *, seconds: float) -> None:
