@@ -239,8 +239,7 @@ class DropReduce(_LocalGradients):
         kept: list[Tensor] = []
 
         def launch_and_keep() -> None:
-            for slot in bucket.slots:
-                slot.close()
+            bucket.close()
             kept.extend(slot.view.clone() for slot in slots)
             launch()
 
