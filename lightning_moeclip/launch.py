@@ -1,6 +1,7 @@
 """The part of the strategy that starts and ends a run: launchers, failing ranks, signals, batch counts."""
 
 import logging
+import math
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -223,6 +224,10 @@ class GuardedStrategy(DDPStrategy):
         if self._watch is not None and (batch_idx == 0 or epoch != self._checked_epoch):
             self._checked_epoch = epoch
             self._check_batch_counts("training", [self._trainer.num_training_batches])
+        if self._watch is not None and self._trainer.num_training_batches == math.inf:
+            progress = self._trainer.fit_loop.epoch_loop.batch_progress
+            if not self._allows_empty_loaders():
+                self._watch.note_batch(epoch, progress.current.ready, is_last=progress.is_last_batch)
 
     def on_validation_start(self) -> None:
         """Compare the number of batches over the ranks."""

@@ -290,10 +290,17 @@ class Reducer:
         self._roll.copy_(torch.tensor(roll, dtype=torch.float64))
         totals = sum_over(self._roll, self._mesh.gradient_groups["dp"]).tolist()
         if world_size * totals[_STEP_SQUARED] != totals[_STEP] ** 2:
+            ending = flagged_ranks(totals[_LAST_BATCH : self._num_fields])
             raise RuntimeError(
                 f"The ranks reduce gradients of different steps: this rank is in step {self.step}, and "
-                f"{totals[_STEP] / world_size:g} is the mean. A rank has left out a backward. In manual optimization "
-                "every rank calls backward equally often: let one that has no loss call it on a zero."
+                f"{totals[_STEP] / world_size:g} is the mean. "
+                + (
+                    f"The loaders of ranks {list(ending)} have ended. Where gradients accumulate, a rank steps on its "
+                    "last batch while the others go on: give every rank the same number of batches."
+                    if ending
+                    else "A rank has left out a backward. In manual optimization every rank calls backward equally "
+                    "often: let one that has no loss call it on a zero."
+                )
             )
         return totals
 

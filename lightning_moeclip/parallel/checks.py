@@ -24,6 +24,7 @@ __all__ = [
     "check_strided_gradients",
     "dtype_named",
     "refuse_ddp_arguments",
+    "unequal_batch_counts",
     "warn_of_batch_norm",
     "warn_of_scale_decay",
     "warn_on_first_rank",
@@ -136,7 +137,7 @@ def check_equal_batch_counts(stage: str, counts: Sequence[int | float]) -> None:
     by_rank = gather_objects(tuple(counts))
     if len(set(by_rank)) > 1:
         told = ", ".join(f"rank {rank}: {' + '.join(map(str, row))}" for rank, row in enumerate(by_rank))
-        raise RuntimeError(_unequal(stage, told))
+        raise RuntimeError(unequal_batch_counts(stage, told))
 
 
 def check_equal_ends(ending: Collection[int], *, world_size: int, num_batches: int) -> None:
@@ -155,10 +156,16 @@ def check_equal_ends(ending: Collection[int], *, world_size: int, num_batches: i
             f"rank {rank}: {num_batches if rank in ending else f'more than {num_batches}'}"
             for rank in range(world_size)
         )
-        raise RuntimeError(_unequal("training", told))
+        raise RuntimeError(unequal_batch_counts("training", told))
 
 
-def _unequal(stage: str, told: str) -> str:
+def unequal_batch_counts(stage: str, told: str) -> str:
+    """What is wrong with different numbers of batches, and what to write.
+
+    Args:
+        stage: "training", "validation" or "test".
+        told: the numbers by rank.
+    """
     limit = {"training": "train", "validation": "val"}.get(stage, stage)
     return (
         f"The ranks have different numbers of {stage} batches ({told}), and each batch is a collective: the run "
