@@ -32,7 +32,7 @@ def inject(
 
     Args:
         fault: one of the above.
-        step: ``trainer.global_step`` when the batch begins.
+        step: ``trainer.global_step`` when the batch begins; with two optimizers it counts the steps of both.
         rank: global rank on which it happens.
         parameter: name in the module. None takes all parameters; for "nan_grad" and "desync" the first dense one.
         factor: of "scale_grad".
