@@ -32,6 +32,9 @@ class _Blank:
             self.device,
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Blank":
+        return self
+
     def make(self) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
