@@ -5,7 +5,6 @@ A sum is finite only when all its terms are, and costs one pass of reading; what
 
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,10 +48,7 @@ def _sum(tensor: Tensor) -> Tensor:
     if not tensor.is_cpu:
         is_narrow = tensor.dtype in (torch.float16, torch.bfloat16)
         return tensor.sum(dtype=torch.float32 if is_narrow else None)
-    if tensor.is_contiguous() and tensor.dtype in (torch.float32, torch.float64):
-        # one thread: where ranks share processors, hundreds of short calls would wait for each other
-        with np.errstate(all="ignore"):
-            return torch.tensor(np.add.reduce(tensor.numpy(), axis=None))
+    # one thread: where ranks share processors, short calls of many would wait for each other
     return torch.stack([part.sum() for part in tensor.flatten().split(_ONE_THREAD)]).sum()
 
 

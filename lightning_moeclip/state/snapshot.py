@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_moeclip.parallel.checks import warn_on_first_rank
 from lightning_moeclip.state.finite import checked_names, not_finite
-from lightning_moeclip.state.host_copy import HostCopy, num_bytes_of, places_of
+from lightning_moeclip.state.host_copy import HostCopy, num_bytes_of, places_of, summed_in_copy
 from lightning_moeclip.state.live import LiveState, live_state
 
 __all__ = ["LiveState", "NotFinite", "SnapshotRing", "live_state"]
@@ -100,7 +100,7 @@ class SnapshotRing:
         self._check_size(size, tensors)
         usable = [kept for kept in self._snapshots if kept.layout == layout and kept.step != step]
         kept, free = self._survivors(usable, size)
-        checked, in_copy = checked_names(tensors), HostCopy.summed_in_copy(tensors)
+        checked, in_copy = checked_names(tensors), summed_in_copy(tensors, places)
         # large tensors are looked at while they are copied, unless that is into the only snapshot
         is_first_look = bool(self._snapshots) and not kept
         _refuse(not_finite(tensors, [n for n in checked if is_first_look or n not in in_copy]), step)

@@ -211,7 +211,7 @@ def test_a_copy_that_fails_leaves_no_snapshot(monkeypatch: pytest.MonkeyPatch) -
     live = state_of(tensor=tensor)
     ring = ring_of(live, tensor, 2)
 
-    def fail(self: HostCopy, tensors: object) -> None:
+    def fail(self: HostCopy, tensors: object, **_: object) -> None:
         raise RuntimeError("out of something")
 
     with monkeypatch.context() as patch:
