@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from lightning_moeclip.state.host_copy import HostCopy
+from lightning_moeclip.state.host_copy import HostCopy, _device_sum, _sum_words
 from lightning_moeclip.state.snapshot import LiveState, NotFinite, SnapshotRing, live_state
 from tests.state.timeline import bits
 
@@ -27,8 +27,8 @@ def ring_of(live: LiveState, tensor: Tensor, steps: int, **arguments: Any) -> Sn
     return ring
 
 
-def flip_a_bit(ring: SnapshotRing, place: int) -> None:
-    ring._snapshots[place].values.buffer[9] ^= 4
+def flip_a_bit(ring: SnapshotRing, place: int, *, byte: int = 9) -> None:
+    ring._snapshots[place].values.buffer[byte] ^= 4
 
 
 def odd_tensors() -> dict[str, Tensor]:
@@ -54,6 +54,13 @@ def odd_tensors() -> dict[str, Tensor]:
         "uint8": torch.tensor([1, 2, 255], dtype=torch.uint8),
         "bool": torch.tensor([True, False, True]),
         "made_in_validation": made_in_validation,
+        "large": torch.randn(150_001),  # several parts, and half a word
+        "large bfloat16": torch.randn(9_999, dtype=torch.bfloat16),
+        "large float64": torch.randn(3_000, dtype=torch.float64),
+        "large channels_last": torch.randn(2, 3, 40, 50).to(memory_format=torch.channels_last),
+        "large columns": torch.randn(100, 100)[:, 1:80],
+        "large odd_offset": torch.randn(9_000)[1:],
+        "large int8": torch.randint(-128, 127, (70_003,), dtype=torch.int8),
     }
 
 
@@ -72,7 +79,7 @@ def _memory_of(tensor: Tensor) -> tuple[list[int], tuple[int, ...]]:
 def test_tensors_of_every_layout_and_dtype_go_back_in_place() -> None:
     tensors = odd_tensors()
     live, kept = LiveState({f"buffers/{n}": t for n, t in tensors.items()}, {}), bits(tensors)
-    ring = SnapshotRing(max_bytes=2**20)
+    ring = SnapshotRing(max_bytes=2**22)
     ring.take(live, step=1)
     for _ in range(2):
         for tensor in tensors.values():
@@ -110,11 +117,12 @@ def test_the_oldest_goes_and_its_buffer_is_used_again() -> None:
     assert ring.steps == (5,)
 
 
-def test_a_flipped_bit_is_found_and_the_next_older_snapshot_is_taken() -> None:
-    tensor = torch.zeros(10)
+@pytest.mark.parametrize(("size", "byte"), [(10, 39), (150_001, 0), (150_001, 524_288), (150_001, 600_003)])
+def test_a_flipped_bit_is_found_and_the_next_older_snapshot_is_taken(size: int, byte: int) -> None:
+    tensor = torch.zeros(size)
     live = state_of(tensor=tensor)
-    ring = ring_of(live, tensor, 3, depth=3)
-    flip_a_bit(ring, 2)
+    ring = ring_of(live, tensor, 3, depth=3, max_bytes=2**22)
+    flip_a_bit(ring, 2, byte=byte)
     assert ring.restore(live) == 1
     assert tensor.unique().tolist() == [1.0]
     assert ring.steps == (0, 1)
@@ -182,17 +190,36 @@ def test_without_a_snapshot_it_says_so() -> None:
         ring.restore(live, step=3)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("size", [10, 150_001])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_parameter_that_is_not_finite_is_refused_and_the_ring_is_unchanged(value: float, dtype: torch.dtype) -> None:
-    tensor = torch.zeros(10, dtype=dtype)
+def test_a_parameter_that_is_not_finite_is_refused_and_the_last_snapshot_stays(
+    value: float, dtype: torch.dtype, size: int, depth: int
+) -> None:
+    tensor = torch.zeros(size, dtype=dtype)
     live = state_of(fine=torch.ones(2), tensor=tensor)
-    ring = ring_of(live, tensor, 2)
-    tensor[3] = value
+    ring = ring_of(live, tensor, 2, depth=depth, max_bytes=2**22)
+    tensor[-1] = value
     with pytest.raises(NotFinite, match="No snapshot of step 2: parameters/tensor not finite") as caught:
         ring.take(live, step=2)
     assert caught.value.names == ("parameters/tensor",)
-    assert ring.verify() == (0, 1)
+    assert ring.verify()[-1:] == (1,)
+    ring.restore(live)
+    assert tensor.unique().tolist() == [1.0]
+
+
+def test_large_values_are_finite_though_their_sum_is_not() -> None:
+    ring = SnapshotRing(max_bytes=2**22)
+    ring.take(state_of(small=torch.full((10,), 3e38), large=torch.full((9_000,), -3e38)), step=1)
+    assert ring.steps == (1,)
+
+
+@pytest.mark.parametrize("length", [0, 1, 8, 4_099])
+def test_the_checksum_of_a_device_is_that_of_the_host(length: int) -> None:
+    torch.manual_seed(0)
+    memory = torch.randint(0, 256, (length + 3,), dtype=torch.uint8)[3:]
+    assert int(_device_sum(memory)) % 2**64 == _sum_words(memory)
 
 
 @pytest.mark.parametrize("kind", ["buffers", "averages"])
