@@ -117,9 +117,7 @@ class HostCopy:
         assert tensors.keys() == self.places.keys(), "the same layout"
         live = {name: _distinct(tensors[name]) for name in self.places}
         for name, tensor in live.items():
-            # a buffer that validation has made is an inference tensor
-            with torch.inference_mode(tensor.is_inference()):
-                tensor.copy_(self._views[name], non_blocking=True)
+            tensor.copy_(self._views[name], non_blocking=True)
         _synchronise(tensors.values())
         return self._different(self._sums_of(live))
 

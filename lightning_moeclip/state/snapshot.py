@@ -98,14 +98,15 @@ class SnapshotRing:
         layout, places = live.layout_lines(tensors), places_of(tensors)
         size = num_bytes_of(places)
         self._check_size(size, tensors)
-        usable = [kept for kept in self._snapshots if kept.layout == layout and kept.step != step]
-        kept, free = self._survivors(usable, size)
+        kept, free = self._survivors([s for s in self._snapshots if s.layout == layout and s.step != step], size)
         checked, in_copy = checked_names(tensors), summed_in_copy(tensors, places)
         # large tensors are looked at while they are copied, unless that is into the only snapshot
         is_first_look = bool(self._snapshots) and not kept
         _refuse(not_finite(tensors, [n for n in checked if is_first_look or n not in in_copy]), step)
         self._snapshots = kept
-        values = free if free is not None and free.places == places else HostCopy(tensors, places)
+        if free is not None and free.places != places:
+            free = None  # its memory goes before other is asked for
+        values = HostCopy(tensors, places) if free is None else free
         suspects = values.fill(tensors, checked=in_copy.intersection(checked))
         _refuse(not_finite(tensors, suspects), step)
         self._snapshots.append(_Snapshot(step, values, objects, layout))
@@ -155,12 +156,12 @@ class SnapshotRing:
             return f"was not what the tensors hold after it was copied back ({', '.join(wrong)})"
         return ""
 
-    def _survivors(self, usable: Sequence[_Snapshot], size: int) -> tuple[list[_Snapshot], HostCopy | None]:
-        """The newest of ``usable`` that leave room for ``size`` bytes, and what the last one to go is kept in."""
-        kept, free = list(usable), None
-        while len(kept) >= self.depth or _total_bytes(kept) + size > self.max_bytes:
-            free = kept.pop(0).values
-        return kept, free
+    def _survivors(self, usable: list[_Snapshot], size: int) -> tuple[list[_Snapshot], HostCopy | None]:
+        """The newest of ``usable`` that leave room for ``size`` bytes, and what the last one to go was kept in."""
+        free: HostCopy | None = None
+        while len(usable) >= self.depth or _total_bytes(usable) + size > self.max_bytes:
+            free = usable.pop(0).values
+        return usable, free
 
     def _check_size(self, size: int, tensors: Mapping[str, Tensor]) -> None:
         if size * self.depth <= self.max_bytes:

@@ -110,13 +110,16 @@ def test_optimizer_state_that_has_vanished_is_made_again() -> None:
     assert run.bits() == after
 
 
-def test_hyper_parameters_that_were_added_or_changed_go_back() -> None:
+def test_hyper_parameters_and_state_that_were_added_or_changed_go_back() -> None:
     run = Timeline(OPTIMIZERS["two groups"])
     ring = SnapshotRing(max_bytes=2**20)
+    run.step(0)
     ring.take(live_of(run), step=0)
     kept = run.bits()
     run.optimizer.param_groups[0] |= {"lr": 9.0, "note": "mine"}
     run.optimizer.param_groups[1]["betas"] = (0.0, 0.1)
+    state = run.optimizer.state[run.module.scale]
+    state |= {"exp_avg": torch.ones(3), "note": torch.ones(2)}
     ring.restore(live_of(run))
     assert run.bits() == kept
 
