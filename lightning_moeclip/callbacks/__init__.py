@@ -1,1 +1,7 @@
 """Callbacks that look at the gradients of each step and may act: the front doors of the house."""
+
+from lightning_moeclip.callbacks.expert_load_monitor import ExpertLoadMonitor
+from lightning_moeclip.callbacks.residual_resync import ResidualResync
+from lightning_moeclip.callbacks.variance_heatmap import VarianceHeatmap
+
+__all__ = ["ExpertLoadMonitor", "ResidualResync", "VarianceHeatmap"]

@@ -12,14 +12,17 @@ from torch import Tensor, nn
 
 from lightning_moeclip.gradients.buckets import Bucket, Slot
 from lightning_moeclip.gradients.collectives import sum_over
-from lightning_moeclip.gradients.report import Attendance
+from lightning_moeclip.gradients.rank_flags import flag_fields, flagged_ranks, num_flag_fields
+from lightning_moeclip.gradients.report import Attendance, ReductionResidual
+from lightning_moeclip.gradients.residual import ResidualSample
+from lightning_moeclip.gradients.statistics import LayerStatistics
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import SyncPlan
 
 __all__ = ["Reducer"]
 
-# fields of the roll call before the presence of each parameter
-_STEP, _STEP_SQUARED, _LIVE, _SPOILED, _LATE, _UNPLANNED, _TERMINATE, _NUM_FIELDS = range(8)
+# fields of the roll call before the presence of each parameter; flags of more than 52 ranks take further ones
+_STEP, _STEP_SQUARED, _LIVE, _SPOILED, _LATE, _UNPLANNED, _TERMINATE, _LAST_BATCH, _NUM_FIELDS = range(9)
 
 
 class Reducer:
@@ -30,7 +33,10 @@ class Reducer:
         is_live: this rank's loss counts; False while a zero stands in for a missing one, whose zero gradients then
             are those of a parameter that was not used.
         is_termination_requested: goes into the roll call, so that all ranks learn of it.
+        is_last_batch: this rank's loader ends with the batch at hand; goes into the roll call too.
         step: number of training steps that this rank has begun, which must be the same on all ranks.
+        is_residual_asked: the next reduction compares a sample with float32; the same on all ranks.
+        residual: what that comparison found, until the next reduction; None when there was none.
     """
 
     def __init__(
@@ -45,6 +51,7 @@ class Reducer:
         count_unplanned: Callable[[], int] = lambda: 0,
         on_unplanned: Callable[[], None] = lambda: None,
         on_finished: Callable[[Attendance], None] = lambda _: None,
+        statistics: LayerStatistics | None = None,
     ) -> None:
         """Make the buckets and hook the parameters.
 
@@ -60,12 +67,17 @@ class Reducer:
             count_unplanned: number of trainable parameters on this rank that the plan does not know.
             on_unplanned: called on all ranks when some rank counted one.
             on_finished: told the outcome of each reduction, also of one that a raw ``loss.backward()`` ends.
+            statistics: reads gradients before they are reduced, in the steps in which it is asked to.
         """
         self.plan = plan
         self.is_paused = False
         self.is_live = True
         self.is_termination_requested = False
+        self.is_last_batch = False
         self.step = 0
+        self.is_residual_asked = False
+        self.residual: ReductionResidual | None = None
+        self._statistics = statistics
         self._mesh = mesh
         self._is_idle_zero = is_idle_zero
         self._count_unplanned = count_unplanned
@@ -84,7 +96,8 @@ class Reducer:
             for bucket in plan.buckets
         ]
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
-        self._roll = torch.zeros(_NUM_FIELDS + len(self._slots), dtype=torch.float64, device=self._roll_device())
+        self._num_fields = _LAST_BATCH + num_flag_fields(mesh.world_size)
+        self._roll = torch.zeros(self._num_fields + len(self._slots), dtype=torch.float64, device=self._roll_device())
         self._order = list(self.buckets)
         self._next = 0
         self._is_open = False
@@ -205,7 +218,15 @@ class Reducer:
         if self._is_open:
             self.finish()
 
+    @property
+    def _is_watched(self) -> bool:
+        """Whether gradients are read before they are reduced, for which all of them have to be there."""
+        is_sampled = self.is_residual_asked and any(map(ResidualSample.covers, self.buckets))
+        return is_sampled or (self._statistics is not None and self._statistics.is_asked)
+
     def _launch_ready(self) -> None:
+        if self._is_watched:
+            return
         while self._next < len(self._order):
             bucket = self._order[self._next]
             if bucket.is_deferred is not False or not bucket.is_full:
@@ -223,11 +244,13 @@ class Reducer:
         self.is_live = True
         if self.is_paused:
             return
+        sample = self._watch() if self._is_watched else None
         for bucket in self._order[self._next :]:
             bucket.launch()
         totals = self._call_roll()
         for bucket in self._order:
             bucket.wait()
+        self.residual = None if sample is None else sample.compare(self._order)
         if totals[_LATE] > 0:
             for bucket in self._order:
                 bucket.add_late_parts()
@@ -238,6 +261,18 @@ class Reducer:
             self._on_unplanned()
         self._on_finished(attendance)
 
+    def _watch(self) -> ResidualSample | None:
+        """Read the gradients of this rank as they go into the sum."""
+        sample = ResidualSample(self._mesh, seed=self.step) if self.is_residual_asked else None
+        statistics = self._statistics if self._statistics is not None and self._statistics.is_asked else None
+        for bucket in self._order:
+            bucket.close()
+            if sample is not None:
+                sample.take(bucket)
+        if statistics is not None:
+            statistics.take_local((slot.parameter, slot.view) for slot in self._slots if slot.is_present)
+        return sample
+
     def _call_roll(self) -> list[float]:
         world_size = self._mesh.world_size
         roll = [0.0] * self._roll.numel()
@@ -247,23 +282,33 @@ class Reducer:
         roll[_LATE] = float(sum(slot.is_late for slot in self._slots))
         roll[_UNPLANNED] = float(self._count_unplanned())
         roll[_TERMINATE] = float(self.is_termination_requested)
-        for index, slot in enumerate(self._slots, start=_NUM_FIELDS):
+        roll[_LAST_BATCH : self._num_fields] = flag_fields(
+            self.is_last_batch, rank=self._mesh.rank, world_size=world_size
+        )
+        for index, slot in enumerate(self._slots, start=self._num_fields):
             if slot.is_present:
                 roll[index] = 1.0 if slot.num_fired == 1 else world_size + 1.0
         self._roll.copy_(torch.tensor(roll, dtype=torch.float64))
         totals = sum_over(self._roll, self._mesh.gradient_groups["dp"]).tolist()
         if world_size * totals[_STEP_SQUARED] != totals[_STEP] ** 2:
+            ending = flagged_ranks(totals[_LAST_BATCH : self._num_fields])
             raise RuntimeError(
                 f"The ranks reduce gradients of different steps: this rank is in step {self.step}, and "
-                f"{totals[_STEP] / world_size:g} is the mean. A rank has left out a backward. In manual optimization "
-                "every rank calls backward equally often: let one that has no loss call it on a zero."
+                f"{totals[_STEP] / world_size:g} is the mean. "
+                + (
+                    f"The loaders of ranks {list(ending)} have ended. Where gradients accumulate, a rank steps on its "
+                    "last batch while the others go on: give every rank the same number of batches."
+                    if ending
+                    else "A rank has left out a backward. In manual optimization every rank calls backward equally "
+                    "often: let one that has no loss call it on a zero."
+                )
             )
         return totals
 
     def _hand_out(self, totals: list[float]) -> Attendance:
         absent = []
         is_any = totals[_LIVE] > 0 and totals[_SPOILED] == 0
-        for slot, presence in zip(self._slots, totals[_NUM_FIELDS:], strict=True):
+        for slot, presence in zip(self._slots, totals[self._num_fields :], strict=True):
             is_present = presence > 0 and is_any
             if not is_present:
                 absent.append(slot.planned.name)
@@ -276,13 +321,14 @@ class Reducer:
             absent=tuple(absent),
             is_spoiled=totals[_SPOILED] > 0,
             is_termination_requested=totals[_TERMINATE] > 0,
+            ending_ranks=flagged_ranks(totals[_LAST_BATCH : self._num_fields]),
         )
 
     def _learn_order(self, totals: list[float]) -> None:
         """Move buckets whose gradients do not all come exactly once behind the others, equally on all ranks."""
         if totals[_LIVE] < self._mesh.world_size:
             return  # a rank without a loss says nothing about which gradients come
-        presence = iter(totals[_NUM_FIELDS:])
+        presence = iter(totals[self._num_fields :])
         for bucket in self.buckets:
             counts = [next(presence) for _ in bucket.slots]
             is_steady = all(count == self._mesh.world_size for count in counts)
