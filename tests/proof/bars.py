@@ -45,8 +45,9 @@ def _measured(module: str, name: str, row: str, comparison: Comparison, bound: f
 STEP, MEMORY, LOSS, MOE = (
     f"benchmarks.{name}" for name in ("step_time", "gradient_memory", "contrastive_loss", "moe_layer")
 )
-PRECISION, LOW = "benchmarks.precision_time", "benchmarks.low_precision"
+PRECISION, LOW, SNAPSHOT = (f"benchmarks.{name}" for name in ("precision_time", "low_precision", "snapshot"))
 RECALL, BROWSER = "proof.example_recall", "proof.heatmap_in_browser"
+COPIES = "snapshot time / one memory copy of as many bytes"
 
 BARS = [
     _measured(STEP, "step time, ours / stock DDP", "step: ours / stock DDP(find_unused)", "<=", 1.03),
@@ -64,6 +65,8 @@ BARS = [
     _measured(LOW, "steps skipped for spikes, own scale / one scale", "overflow: own scale / one scale", "<", 1.0),
     _measured(LOW, "decrease missed by bf16 with masters / float32's", "masters: decrease missed", "<=", 0.05),
     _measured(LOW, "decrease of plain bf16-true / float32's", "masters: decrease of plain", "<", 0.5),
+    _measured(SNAPSHOT, COPIES, "snapshot: take / copy, 1 thread", "<=", 2.0),
+    _measured(SNAPSHOT, f"{COPIES}, torch's threads", "snapshot: take / copy, torch's number", "<=", 2.0),
     _measured(RECALL, "held-out recall at 1", "recall at 1", ">=", 0.80),
     _measured(RECALL, "training time in seconds", "seconds", "<", 300.0),
     _measured(RECALL, "mean of three seeds to one process, points", "difference of means", "<=", 3.0),
