@@ -125,6 +125,8 @@ class MoEClipPrecision(CastingPrecision):
         self._clipper: Callable[[], GradientClipper | None] | None = None
         self._has_spread_experts = False
         self._note: Callable[[Mapping[str, Any]], None] | None = None
+        self._before_hooks: Callable[[Optimizer], None] = _nothing
+        self._is_held: Callable[[], bool] | None = None
         self._is_joined = False
         self._regions: LocalScaling | None = None
         self._was_clipped = False
@@ -191,6 +193,8 @@ class MoEClipPrecision(CastingPrecision):
         has_spread_experts: bool,
         note: Callable[[Mapping[str, Any]], None],
         device: torch.device,
+        before_hooks: Callable[[Optimizer], None],
+        is_held: Callable[[], bool] | None,
     ) -> None:
         """Connect to the ranks of a run; called by the strategy when the plan is made.
 
@@ -200,7 +204,12 @@ class MoEClipPrecision(CastingPrecision):
             has_spread_experts: a norm over this rank's parameters alone is wrong.
             note: is told fields of the ``GradReport`` that a step changes.
             device: of the gradients.
+            before_hooks: called with unscaled gradients, before the user's hooks see them.
+            is_held: whether the step at hand is not to be taken, agreed over all ranks, after the hooks; None where
+                nobody may hold a step.
         """
+        self._before_hooks = before_hooks
+        self._is_held = is_held
         self._clipper = clipper
         self._has_spread_experts = has_spread_experts
         self._note = note
@@ -247,13 +256,9 @@ class MoEClipPrecision(CastingPrecision):
     ) -> Any:
         """Backward, unscale, agree on overflow, the user's hooks, clip, step; all ranks step or none."""
         scaler = self.scaler
-        if scaler is None:
+        if scaler is None and self._is_held is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        if isinstance(optimizer, LBFGS):
-            raise TypeError(
-                f"precision={self.precision!r} with LBFGS: it evaluates the closure several times per step, which loss "
-                "scaling does not allow. Use precision='32-true', or another optimizer."
-            )
+        self._refuse_closures(optimizer)
         result = closure()
         if result is None and model.automatic_optimization:
             self._is_left_out = True  # clipping, which hooks may do all the same, must not unscale for a later step
@@ -265,12 +270,46 @@ class MoEClipPrecision(CastingPrecision):
         # also for fused optimizers, so that clipping sees true gradients; they skip on the agreed flag
         self._unscale(optimizer)
         self._after_closure(model, optimizer)
+        if self._is_held is not None and self._is_held():
+            self._drop(optimizer)
+            return result
+        if scaler is None:
+            optimizer.step(**kwargs)
+            return result
         output = scaler.step(optimizer, **kwargs)
         # one scale for all optimizers of a step: with several it may change before the next backward at the earliest
         self._is_update_due = True
         if len(model.trainer.optimizers) == 1:
             self._settle_scale()
         return output
+
+    def _refuse_closures(self, optimizer: Optimizer) -> None:
+        if not isinstance(optimizer, LBFGS):
+            return
+        if self.scaler is not None:
+            raise TypeError(
+                f"precision={self.precision!r} with LBFGS: it evaluates the closure several times per step, which loss "
+                "scaling does not allow. Use precision='32-true', or another optimizer."
+            )
+        raise TypeError(
+            "LBFGS with a callback that may hold a step: it moves the parameters several times in one step, before "
+            "anybody can decide about it. Leave out ResidualResync and CosineRollback, or use another optimizer."
+        )
+
+    def _drop(self, optimizer: Optimizer) -> None:
+        """Drop the gradients of a step that is held, and what the scaler knows of them."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        if self._scaler is not None:
+            self._scaler.forget(optimizer)
+        # a scheduler warns when no step came before it, and this one was left out on purpose
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    @override
+    def _after_closure(self, model: LightningModule, optimizer: Optimizer) -> None:
+        self._before_hooks(optimizer)
+        super()._after_closure(model, optimizer)
 
     def _settle_scale(self) -> None:
         if self._is_update_due and self._scaler is not None:
@@ -358,6 +397,10 @@ class MoEClipPrecision(CastingPrecision):
     def teardown(self) -> None:
         self.close_regions()
         super().teardown()
+
+
+def _nothing(_: object) -> None:
+    pass
 
 
 def _versions(parameters: Any) -> list[tuple[int, int]]:

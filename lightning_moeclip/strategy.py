@@ -6,7 +6,6 @@ injection, ``sync_dist``, ``torch.compile``) and puts the package's own reductio
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -22,7 +21,6 @@ from lightning_moeclip.binding import (
     TrainerFn,
     TrainerStatus,
 )
-from lightning_moeclip.checkpoints import CheckpointingStrategy
 from lightning_moeclip.gradients.collectives import broadcast_from_first
 from lightning_moeclip.gradients.corridor import CorridorSettings, GradientCorridor, optimizer_only_parameters
 from lightning_moeclip.gradients.master_parameter import parameter_names
@@ -38,11 +36,12 @@ from lightning_moeclip.scale_log import ScaleLog
 from lightning_moeclip.state.broadcast import broadcast_buffers, broadcast_state
 from lightning_moeclip.state.canonical import SpreadExperts, spread_names
 from lightning_moeclip.state.optimizer_parameters import placement
+from lightning_moeclip.watching import WatchedStrategy
 
 __all__ = ["MoEClipStrategy"]
 
 
-class MoEClipStrategy(CheckpointingStrategy):
+class MoEClipStrategy(WatchedStrategy):
     """Data- and expert-parallel training with the gradients of one process.
 
     Args:
@@ -106,7 +105,6 @@ class MoEClipStrategy(CheckpointingStrategy):
         self.has_own_timeout = timeout is not default_pg_timeout
         self.expert_parallel_size = expert_parallel_size
         self._settings = CorridorSettings(towers, bucket_size_mb, checks.dtype_named(gradient_dtype), idle_expert)
-        self._corridor: GradientCorridor | None = None
         self._is_stand_in = self._is_spoiled = False
         self.report = GradReport()
         self._scale_log = ScaleLog()
@@ -243,6 +241,8 @@ class MoEClipStrategy(CheckpointingStrategy):
             has_spread_experts=self._experts is not None,
             note=self._note,
             device=self.root_device,
+            before_hooks=self._publish,
+            is_held=self._agree_on_verdict if self._learn_who_holds() else None,
         )
 
     def _make_masters(self, originals: Mapping[int, Tensor]) -> None:
@@ -300,8 +300,7 @@ class MoEClipStrategy(CheckpointingStrategy):
         """Run the user's step; where it returns None on this rank, a zero stands in for the missing loss."""
         self._is_stand_in = self._is_spoiled = False
         self.precision_plugin.begin_step()
-        if self._corridor is not None:
-            self._corridor.begin_step()
+        self._begin_watch()
         with self._in_step(), ledger.recording() as outputs:
             output = super().training_step(*args, **kwargs)
         module = self.lightning_module
@@ -330,6 +329,7 @@ class MoEClipStrategy(CheckpointingStrategy):
         if not self._is_stand_in:  # a stand-in takes outputs from within layers
             self.precision_plugin.check_regions(closure_loss)
         self.pre_backward(closure_loss)
+        self._note_loss(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         corridor.begin(is_live=not self._is_stand_in, is_spoiled=self._is_spoiled)
         try:
@@ -348,13 +348,12 @@ class MoEClipStrategy(CheckpointingStrategy):
         self.report = GradReport(attendance, loss_scales=self.report.loss_scales)
         self.end_if_terminated(attendance.is_termination_requested)
 
-    def _note(self, fields: Mapping[str, Any]) -> None:
-        self.report = replace(self.report, **fields)
-
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """One step of an optimizer, after which scales and their rates are logged where Lightning logs."""
+        self._begin_optimizer_step(optimizer)
         output = super().optimizer_step(optimizer, *args, **kwargs)
+        self._end_optimizer_step()
         self._scale_log.write(self._trainer, self.report.loss_scales)
         return output
 

@@ -3,7 +3,7 @@
 Every method is called by all ranks at the same point of a step, and answers the same on all of them.
 """
 
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -79,7 +79,7 @@ def world_of(trainer: Trainer, callback: object) -> World:
             f"{name} acts on all ranks through the strategy, and {type(strategy).__name__} cannot do that. "
             f"Write Trainer(strategy=MoEClipStrategy(), callbacks=[{name}()])."
         )
-    return cast(World, strategy)
+    return strategy
 
 
 def check_given_once(trainer: Trainer, callback: Any) -> None:

@@ -223,10 +223,19 @@ class Bucket:
         for slot in self.slots:
             slot.reset()
 
-    def launch(self) -> None:
-        """Fill what is missing with zeros and start the sum."""
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """Dtype in which gradients are summed."""
+        return self.flat.dtype if self._wire is None else self._wire.dtype
+
+    def close(self) -> None:
+        """Fill what is missing with zeros."""
         for slot in self.slots:
             slot.close()
+
+    def launch(self) -> None:
+        """Close and start the sum."""
+        self.close()
         self.is_launched = True
         if self._wire is not None:
             self._wire.copy_(self.flat)

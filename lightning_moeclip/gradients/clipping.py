@@ -23,10 +23,27 @@ class GradientClipper:
     def __init__(self, plan: SyncPlan, parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
         self._group = mesh.gradient_groups["dp"]
         self._rank = mesh.rank
-        self._counting_rank = {
-            id(parameters[planned.name]): plan.replicas[planned.axis][index % len(plan.replicas[planned.axis])]
-            for index, planned in enumerate(plan.parameters)
-        }
+        self._counting_rank = {id(parameters[name]): rank for name, rank in plan.counting_ranks().items()}
+
+    @torch.no_grad()
+    def own_square(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """This rank's part of the squared norm of the gradients of ``parameters``: parts of all ranks add up to it.
+
+        Returns:
+            0-d, float64; non-finite when a gradient that this rank counts is.
+        """
+        members = list(parameters)
+        # one that is no longer in the plan, frozen with a gradient left, is the same on all ranks
+        counted = [p for p in members if self._counting_rank.get(id(model_parameter(p)), 0) == self._rank]
+        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for grad in [p.grad for p in counted if p.grad is not None]:
+            by_kind.setdefault((grad.dtype, grad.device), []).append(grad)
+        device = members[0].device if members else torch.device("cpu")
+        square = torch.zeros((), dtype=torch.float64, device=device)
+        for (dtype, _), grads in by_kind.items():
+            wide = torch.float64 if dtype is torch.float64 else torch.float32
+            square += torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).double().square().sum().to(device)
+        return square
 
     @torch.no_grad()
     def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -38,17 +55,9 @@ class GradientClipper:
             0-d tensor, float64 for float64 gradients and float32 otherwise; non-finite when a gradient is.
         """
         members = list(parameters)
-        with_grad = [p for p in members if p.grad is not None]
-        # one that is no longer in the plan, frozen with a gradient left, is the same on all ranks
-        mine = [p.grad for p in with_grad if self._counting_rank.get(id(model_parameter(p)), 0) == self._rank]
-        device = members[0].device if members else torch.device("cpu")
-        square = torch.zeros(1, dtype=torch.float64, device=device)
-        for grad in mine:
-            assert grad is not None, "filtered above"
-            dtype = torch.float64 if grad.dtype is torch.float64 else torch.float32
-            square += torch.linalg.vector_norm(grad, dtype=dtype).double().square()
+        square = self.own_square(members)[None]
         norm = sum_over(square, self._group).sqrt().squeeze(0)
-        is_double = any(p.dtype is torch.float64 for p in with_grad)
+        is_double = any(p.dtype is torch.float64 for p in members if p.grad is not None)
         return norm if is_double else norm.float()
 
     @torch.no_grad()

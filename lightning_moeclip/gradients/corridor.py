@@ -15,6 +15,7 @@ from lightning_moeclip.gradients.master_parameter import model_parameter
 from lightning_moeclip.gradients.masters import MasterWeights
 from lightning_moeclip.gradients.reducer import Reducer
 from lightning_moeclip.gradients.report import Attendance
+from lightning_moeclip.gradients.statistics import LayerStatistics
 from lightning_moeclip.parallel import checks
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import SyncPlan, build_plan
@@ -73,6 +74,7 @@ class GradientCorridor:
         plan: who reduces what, equal on all ranks.
         reducer: None on one process without divisors.
         clipper: total norm over all ranks.
+        statistics: sums over gradients by layer.
     """
 
     def __init__(
@@ -139,6 +141,7 @@ class GradientCorridor:
         checks.check_same_on_all_ranks(self.plan.fingerprint(), what="The set of trainable parameters")
         self._share(trainable)
         self.clipper = GradientClipper(self.plan, trainable, self._mesh)
+        self.statistics = LayerStatistics(self.plan, trainable, self._mesh)
         divisors = self._divisors()
         if self._mesh.world_size == 1 and not divisors:
             return
@@ -156,6 +159,7 @@ class GradientCorridor:
             # within a step a parameter may be switched off for a moment, as toggle_optimizer does
             on_unplanned=partial(self._lay_out, keeps_frozen=True),
             on_finished=self._on_finished,
+            statistics=self.statistics,
         )
         if previous is not None:
             self.reducer.adopt(previous)
@@ -194,14 +198,21 @@ class GradientCorridor:
         """Make the plan anew between two steps, keeping gradients; every rank calls this at the same point."""
         self._lay_out(keeps_frozen=False)
 
-    def begin_step(self) -> None:
-        """Before a training step: nothing of an earlier one is under way."""
+    def begin_step(self, *, is_watched: bool = False, is_residual_asked: bool = False) -> None:
+        """Before a training step: nothing of an earlier one is under way.
+
+        Args:
+            is_watched: statistics are taken; the same on all ranks.
+            is_residual_asked: a sample of the reduction is compared with float32; the same on all ranks.
+        """
+        self.statistics.begin(is_asked=is_watched)
         if self._masters is not None:
             self._masters.cover(self._optimizers())
             self._masters.settle()
         if self.reducer is not None:
             self.reducer.abandon()
             self.reducer.step += 1
+            self.reducer.is_residual_asked = is_residual_asked
 
     def begin(self, *, is_live: bool = True, is_spoiled: bool = False) -> None:
         """Before a backward whose reduction ``finish`` will end.

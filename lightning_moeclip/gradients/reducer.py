@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from lightning_moeclip.gradients.buckets import Bucket, Slot
 from lightning_moeclip.gradients.collectives import sum_over
-from lightning_moeclip.gradients.report import Attendance
+from lightning_moeclip.gradients.report import Attendance, ReductionResidual
+from lightning_moeclip.gradients.residual import ResidualSample
+from lightning_moeclip.gradients.statistics import LayerStatistics
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import SyncPlan
 
@@ -31,6 +33,8 @@ class Reducer:
             are those of a parameter that was not used.
         is_termination_requested: goes into the roll call, so that all ranks learn of it.
         step: number of training steps that this rank has begun, which must be the same on all ranks.
+        is_residual_asked: the next reduction compares a sample with float32; the same on all ranks.
+        residual: what that comparison found, until the next reduction; None when there was none.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Reducer:
         count_unplanned: Callable[[], int] = lambda: 0,
         on_unplanned: Callable[[], None] = lambda: None,
         on_finished: Callable[[Attendance], None] = lambda _: None,
+        statistics: LayerStatistics | None = None,
     ) -> None:
         """Make the buckets and hook the parameters.
 
@@ -60,12 +65,16 @@ class Reducer:
             count_unplanned: number of trainable parameters on this rank that the plan does not know.
             on_unplanned: called on all ranks when some rank counted one.
             on_finished: told the outcome of each reduction, also of one that a raw ``loss.backward()`` ends.
+            statistics: reads gradients before they are reduced, in the steps in which it is asked to.
         """
         self.plan = plan
         self.is_paused = False
         self.is_live = True
         self.is_termination_requested = False
         self.step = 0
+        self.is_residual_asked = False
+        self.residual: ReductionResidual | None = None
+        self._statistics = statistics
         self._mesh = mesh
         self._is_idle_zero = is_idle_zero
         self._count_unplanned = count_unplanned
@@ -205,7 +214,14 @@ class Reducer:
         if self._is_open:
             self.finish()
 
+    @property
+    def _is_watched(self) -> bool:
+        """Whether gradients are read before they are reduced, for which all of them have to be there."""
+        return self.is_residual_asked or (self._statistics is not None and self._statistics.is_asked)
+
     def _launch_ready(self) -> None:
+        if self._is_watched:
+            return
         while self._next < len(self._order):
             bucket = self._order[self._next]
             if bucket.is_deferred is not False or not bucket.is_full:
@@ -223,11 +239,13 @@ class Reducer:
         self.is_live = True
         if self.is_paused:
             return
+        sample = self._watch() if self._is_watched else None
         for bucket in self._order[self._next :]:
             bucket.launch()
         totals = self._call_roll()
         for bucket in self._order:
             bucket.wait()
+        self.residual = None if sample is None else sample.compare(self._order)
         if totals[_LATE] > 0:
             for bucket in self._order:
                 bucket.add_late_parts()
@@ -237,6 +255,18 @@ class Reducer:
         if totals[_UNPLANNED] > 0:
             self._on_unplanned()
         self._on_finished(attendance)
+
+    def _watch(self) -> ResidualSample | None:
+        """Read the gradients of this rank as they go into the sum."""
+        sample = ResidualSample(self._mesh, seed=self.step) if self.is_residual_asked else None
+        statistics = self._statistics if self._statistics is not None and self._statistics.is_asked else None
+        for bucket in self._order:
+            bucket.close()
+            if sample is not None:
+                sample.take(bucket)
+        if statistics is not None:
+            statistics.take_local((slot.parameter, slot.view) for slot in self._slots if slot.is_present)
+        return sample
 
     def _call_roll(self) -> list[float]:
         world_size = self._mesh.world_size

@@ -6,7 +6,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Attendance", "GradReport", "GradStatistics", "GradSums", "LayerKey", "LossScale", "ReductionResidual", "Verdict"]
+__all__ = [
+    "Attendance",
+    "GradReport",
+    "GradStatistics",
+    "GradSums",
+    "LayerKey",
+    "LossScale",
+    "ReductionResidual",
+    "Verdict",
+]
 
 
 @dataclass(frozen=True)

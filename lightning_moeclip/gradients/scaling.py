@@ -168,6 +168,13 @@ class AgreedGradScaler(torch.amp.GradScaler):
         for grad in grads:
             grad.mul_(self._scale.to(grad.device))
 
+    def forget(self, optimizer: Optimizer) -> None:
+        """Let go of a step that is not to be taken: what was found in its gradients decides nothing."""
+        self._per_optimizer_states.pop(id(optimizer), None)
+        self._table = None
+        if not self._per_optimizer_states:
+            self._agreed = None
+
     def leave(self) -> None:
         """Forget whose parameters are in which region; scales and counts stay."""
         self._row_of = _no_region

@@ -84,6 +84,16 @@ class SyncPlan:
                 return parameter
         raise KeyError(name)
 
+    def counting_ranks(self) -> dict[str, int]:
+        """Of the ranks that hold a replica of a parameter the one that counts it, by name.
+
+        They take turns, so that the work of a sum over all logical parameters is shared.
+        """
+        return {
+            planned.name: self.replicas[planned.axis][index % len(self.replicas[planned.axis])]
+            for index, planned in enumerate(self.parameters)
+        }
+
     def fingerprint(self) -> list[str]:
         """Lines that have to be equal on all ranks."""
         return [f"bucket {i}: {p.describe()}" for i, b in enumerate(self.buckets) for p in b.parameters]

@@ -1,0 +1,218 @@
+"""Sums over gradients by layer, as they leave autograd and as the optimizer sees them.
+
+Nothing is taken in a step for which nobody asked. In one for which somebody did, each gradient is read once before the
+reduction and the reduced ones are shared out: a rank reads those of which it is the one that counts. Publishing is one
+small all-reduce, and one read on the host.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_moeclip.gradients.collectives import sum_over
+from lightning_moeclip.gradients.master_parameter import model_parameter
+from lightning_moeclip.gradients.report import GradStatistics, GradSums, LayerKey
+from lightning_moeclip.parallel.mesh import Mesh
+from lightning_moeclip.parallel.plan import SyncPlan
+from lightning_moeclip.parallel.roles import ParamRole, Towers, read_roles
+
+__all__ = ["LayerStatistics", "keys_of", "layer_keys", "sums_of"]
+
+# columns of a table of sums, in the order of GradSums without the maximum
+_NUM_SUMS = 6
+_SQUARE, _TOTAL, _ABSOLUTE = 2, 1, 3
+_CONTAINERS = {"block", "blocks", "layer", "layers", "resblocks"}
+
+
+def keys_of(module: nn.Module, towers: Towers | None = None) -> dict[str, LayerKey]:
+    """Row of every parameter of ``module`` by its path.
+
+    Args:
+        module: the user's module.
+        towers: module paths by tower; None recognises known layouts.
+    """
+    return layer_keys(read_roles(module, towers))
+
+
+def layer_keys(roles: Mapping[str, ParamRole]) -> dict[str, LayerKey]:
+    """Row of every parameter by its path: the block it lies in, else its module, without what its tower has in common.
+
+    Args:
+        roles: role by path.
+    """
+    layers = {path: _layer_of(path.split("."), role.kind) for path, role in roles.items()}
+    shared = {}
+    for tower in {role.tower for role in roles.values()}:
+        members = [layers[path] for path, role in roles.items() if role.tower == tower]
+        shared[tower] = 0 if tower is None else _common_prefix(members)
+    return {
+        path: LayerKey(role.tower, ".".join(layers[path][shared[role.tower] :]), role.kind)
+        for path, role in roles.items()
+    }
+
+
+def _layer_of(segments: Sequence[str], kind: str) -> Sequence[str]:
+    for index, segment in enumerate(segments[:-1]):
+        if segment.isdigit():
+            # stages of blocks: layers.1.blocks.0
+            inner = segments[index + 1 : index + 3]
+            is_stage = len(inner) == 2 and inner[0] in _CONTAINERS and inner[1].isdigit()
+            return segments[: index + 3] if is_stage else segments[: index + 1]
+        if index and segment in ("experts", "router"):
+            return segments[:index]
+    is_part = kind == "expert" or segments[-1].endswith(("weight", "bias"))
+    return segments[:-1] if is_part and len(segments) > 1 else segments
+
+
+def _common_prefix(paths: Sequence[Sequence[str]]) -> int:
+    """Number of leading segments that all paths share, each keeping one of its own at least."""
+    longest = min(len(path) for path in paths) - 1
+    return next((i for i in range(longest) if len({path[i] for path in paths}) > 1), longest)
+
+
+def sums_of(gradients: Iterable[tuple[LayerKey, Tensor]]) -> tuple[tuple[LayerKey, ...], GradSums]:
+    """Sums by row of gradients of this rank alone, for strategies that do not keep them.
+
+    Args:
+        gradients: row and gradient of each parameter that has one.
+    """
+    found: dict[LayerKey, Tensor] = {}
+    for key, gradient in gradients:
+        sums = _sums(gradient).cpu()
+        found[key] = sums if key not in found else _added(found[key], sums)
+    table = torch.stack(list(found.values())) if found else torch.zeros(0, _NUM_SUMS + 1, dtype=torch.float64)
+    return tuple(found), _as_sums(table)
+
+
+def _sums(gradient: Tensor) -> Tensor:
+    """[7] float64: size, sum, squares, absolutes, non-finite, zeros, and last the maximum of the absolutes."""
+    flat = gradient.detach().reshape(-1)
+    wide = flat if flat.dtype is torch.float64 else flat.float()
+    finite = wide.isfinite()
+    clean = wide.where(finite, 0.0)
+    absolute = clean.abs()
+    size = torch.tensor(float(flat.numel()), dtype=torch.float64, device=flat.device)
+    maximum = absolute.max() if flat.numel() else absolute.sum()
+    parts = [clean.sum(), torch.dot(clean, clean), absolute.sum()]
+    counts = [flat.numel() - finite.sum(), flat.numel() - flat.count_nonzero(), maximum]
+    return torch.stack([size, *(part.double() for part in [*parts, *counts])])
+
+
+def _added(first: Tensor, second: Tensor) -> Tensor:
+    total = first + second
+    total[..., -1] = torch.maximum(first[..., -1], second[..., -1])
+    return total
+
+
+def _as_sums(table: Tensor) -> GradSums:
+    size, total, square, absolute, num_nonfinite, num_zeros, maximum = table.unbind(1)
+    return GradSums(size, total, square, absolute, maximum, num_nonfinite, num_zeros)
+
+
+class LayerStatistics:
+    """Takes and publishes the statistics of one plan.
+
+    Attributes:
+        is_asked: whether the step at hand is looked at; the same on all ranks.
+    """
+
+    def __init__(self, plan: SyncPlan, parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
+        """Lay out the rows.
+
+        Args:
+            plan: of the run.
+            parameters: trainable ones by name, in the order of the module.
+            mesh: axes and groups.
+        """
+        self.is_asked = False
+        self._mesh = mesh
+        self._device = plan.buckets[0].device if plan.buckets else torch.device("cpu")
+        roles = {planned.name: planned.role for planned in plan.parameters}
+        key_of = layer_keys({name: roles[name] for name in parameters})
+        self.keys = tuple(dict.fromkeys(key_of[name] for name in parameters))
+        self._row = {id(parameters[name]): self.keys.index(key_of[name]) for name in parameters}
+        counting = plan.counting_ranks()
+        self._counts = {id(parameters[name]) for name in parameters if counting[name] == mesh.rank}
+        self._num_replicas = self._replicas_by_row(plan, key_of)
+        self._local: dict[int, Tensor] | None = None
+
+    def _replicas_by_row(self, plan: SyncPlan, key_of: Mapping[str, LayerKey]) -> Tensor:
+        """|R| of each row, [rows]; NaN where its parameters have different replicas."""
+        found: dict[LayerKey, set[int]] = {}
+        for planned in plan.parameters:
+            found.setdefault(key_of[planned.name], set()).add(len(plan.replicas[planned.axis]))
+        sizes = [found[key] for key in self.keys]
+        return torch.tensor([float(next(iter(s))) if len(s) == 1 else torch.nan for s in sizes], dtype=torch.float64)
+
+    def begin(self, *, is_asked: bool) -> None:
+        """Before a training step."""
+        self.is_asked = is_asked
+        self._local = None
+
+    def take_local(self, packed: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+        """Read what this rank gives to the sum; every rank calls this, also one without gradients.
+
+        Args:
+            packed: parameters of the module and their gradients divided by W, still times the loss scale.
+        """
+        self._local = {id(parameter): _sums(gradient) for parameter, gradient in packed}
+
+    @torch.no_grad()
+    def publish(self, stepped: Iterable[nn.Parameter], *, loss_scale: Tensor | None) -> GradStatistics:
+        """Statistics of the parameters that an optimizer is about to step; a collective.
+
+        Args:
+            stepped: what it holds; their reduced gradients are unscaled.
+            loss_scale: 0-d, that of the backward; None where there is none.
+        """
+        held = {id(p): p for p in map(model_parameter, stepped) if id(p) in self._row}
+        reduced, local = self._empty(), self._empty()
+        for key, parameter in held.items():
+            if key in self._counts and parameter.grad is not None:
+                self._add(reduced, key, _sums(parameter.grad))
+        for key, sums in ({} if self._local is None else self._local).items():
+            if key in held:
+                self._add(local, key, sums)
+        total_local, total_reduced = self._summed(local, reduced)
+        if self._local is None:
+            # nothing is packed where nothing is reduced, and a plan that was made anew has seen no packing
+            total_local = (
+                total_reduced.clone() if self._mesh.world_size == 1 else torch.full_like(total_local, torch.nan)
+            )
+        else:
+            self._rescale(total_local, 1.0 if loss_scale is None else loss_scale.item())
+        return GradStatistics(
+            self.keys, _as_sums(total_local), _as_sums(total_reduced), self._noise(total_local, total_reduced)
+        )
+
+    def _empty(self) -> Tensor:
+        return torch.zeros(len(self.keys), _NUM_SUMS + 1, dtype=torch.float64, device=self._device)
+
+    def _add(self, table: Tensor, key: int, sums: Tensor) -> None:
+        row = self._row[key]
+        table[row] = _added(table[row], sums.to(table.device))
+
+    def _summed(self, *tables: Tensor) -> list[Tensor]:
+        """Tables of all ranks on the host; maxima travel in a column per rank, since the one collective is a sum."""
+        world_size, rank = self._mesh.world_size, self._mesh.rank
+        shape = (len(tables), len(self.keys), _NUM_SUMS + world_size)
+        sent = torch.zeros(shape, dtype=torch.float64, device=self._device)
+        for part, table in zip(sent, tables, strict=True):
+            part[:, :_NUM_SUMS] = table[:, :_NUM_SUMS]
+            part[:, _NUM_SUMS + rank] = table[:, -1]
+        received = sum_over(sent, self._mesh.gradient_groups["dp"]).cpu()
+        return [torch.cat([part[:, :_NUM_SUMS], part[:, _NUM_SUMS:].amax(1, keepdim=True)], dim=1) for part in received]
+
+    def _rescale(self, table: Tensor, loss_scale: float) -> None:
+        factor = self._mesh.divisor / loss_scale
+        table[:, [_TOTAL, _ABSOLUTE, _NUM_SUMS]] *= factor
+        table[:, _SQUARE] *= factor**2
+
+    def _noise(self, local: Tensor, reduced: Tensor) -> Tensor:
+        world_size, replicas = self._mesh.world_size, self._num_replicas
+        own = local[:, _SQUARE] * (replicas / world_size) ** 2
+        spread = (own - replicas * reduced[:, _SQUARE]).clamp(min=0.0)
+        noise = world_size / replicas * spread / (replicas - 1)
+        is_known = (replicas > 1) & (reduced[:, 0] > 0) & (local[:, 4] == 0)
+        return noise.where(is_known, torch.nan)

@@ -1,0 +1,147 @@
+"""The part of the strategy that answers callbacks: what a step's gradients were, and whether it is to be taken."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_moeclip.checkpoints import CheckpointingStrategy
+from lightning_moeclip.gradients.collectives import sum_over
+from lightning_moeclip.gradients.corridor import GradientCorridor
+from lightning_moeclip.gradients.report import GradReport, Verdict
+from lightning_moeclip.parallel import checks
+from lightning_moeclip.parallel.agreement import gather_objects
+
+__all__ = ["WatchedStrategy"]
+
+Value = TypeVar("Value")
+
+
+class WatchedStrategy(CheckpointingStrategy):
+    """What callbacks ask of the strategy; see ``callbacks.world.World``.
+
+    Attributes:
+        report: of the last step, empty before the first one.
+    """
+
+    report: GradReport
+    precision_plugin: Any
+    _corridor: GradientCorridor | None = None
+    _is_asked_for_statistics = _is_asked_for_residual = False
+    _has_stepped = False
+    _loss: Tensor | None = None
+    _optimizer: Optimizer | None = None
+    _holders: tuple[str, ...] = ()
+    _reasons: tuple[str, ...] = ()
+
+    # -- for callbacks
+
+    @property
+    def step_loss(self) -> Tensor:
+        """0-d: what this rank gave to the objective in the step at hand, the mean over its micro-batches."""
+        return torch.zeros((), device=self.root_device) if self._loss is None else self._loss
+
+    def ask_for_statistics(self) -> None:
+        """Have statistics of the step at hand in its report; every rank asks before the same training step."""
+        self._is_asked_for_statistics = True
+
+    def ask_for_residual(self) -> None:
+        """Have the residual of a low-precision reduction in the report; every rank asks before the same step."""
+        self._is_asked_for_residual = True
+
+    def reduce_sums(self, sums: Tensor) -> Tensor:
+        """Sum over all ranks, bit-identical on each; a collective.
+
+        Args:
+            sums: [n] float64 of this rank, left as it is.
+        """
+        return sum_over(sums.clone(), self.mesh.gradient_groups["dp"])
+
+    def agree(self, is_so: bool) -> bool:
+        """Whether it is so on any rank; a collective."""
+        told = torch.tensor([float(is_so)], dtype=torch.float64, device=self.root_device)
+        return self.reduce_sums(told).item() > 0
+
+    def gather(self, value: Value) -> list[Value]:
+        """Picklable values of all ranks, by rank; a collective."""
+        return gather_objects(value)
+
+    def gradient_square(self) -> Tensor:
+        """This rank's part of the squared norm of the gradients about to be stepped, 0-d float64."""
+        assert self._corridor is not None, "asked outside fit"
+        optimizers = self._plain_optimizers() if self._optimizer is None else [self._optimizer]
+        return self._corridor.clipper.own_square(
+            p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+        )
+
+    def hold_step(self, reason: str) -> None:
+        """Have no rank take the step at hand; to be called in ``on_before_optimizer_step``.
+
+        Args:
+            reason: told in ``report.verdict``.
+
+        Raises:
+            RuntimeError: nobody has said before the first step that it may hold one.
+        """
+        if not self._holders:
+            raise RuntimeError(
+                f"hold_step({reason!r}): the ranks ask one another about each step only when a callback or the module "
+                "may hold one. Give the class of the caller the attribute may_hold_step = True."
+            )
+        self._reasons = (*self._reasons, reason)
+
+    # -- for the strategy
+
+    def _learn_who_holds(self) -> bool:
+        """Whether a callback, or the module, may hold a step; the same on all ranks, or an error on each."""
+        candidates = [*self._trainer.callbacks, self.lightning_module]
+        self._holders = tuple(type(c).__name__ for c in candidates if getattr(c, "may_hold_step", False))
+        checks.check_same_on_all_ranks(list(self._holders), what="The list of callbacks that may hold a step")
+        return bool(self._holders)
+
+    def _begin_watch(self) -> None:
+        """Before a training step: look at what was asked for, and forget the step that is over."""
+        if self._has_stepped:
+            self._loss = None
+            self._has_stepped = False
+        self._reasons = ()
+        self.report = replace(self.report, statistics=None, residual=None, verdict=Verdict())
+        if self._corridor is not None:
+            self._corridor.begin_step(
+                is_watched=self._is_asked_for_statistics, is_residual_asked=self._is_asked_for_residual
+            )
+        self._is_asked_for_statistics = self._is_asked_for_residual = False
+
+    def _note_loss(self, loss: Tensor) -> None:
+        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+
+    def _begin_optimizer_step(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def _end_optimizer_step(self) -> None:
+        self._has_stepped = True
+
+    def _publish(self, optimizer: Optimizer) -> None:
+        """Before the hooks of an optimizer step: statistics of its gradients, where they were asked for."""
+        corridor = self._corridor
+        if corridor is None:
+            return
+        if corridor.reducer is not None and corridor.reducer.residual is not None:
+            self._note({"residual": corridor.reducer.residual})
+        if corridor.statistics.is_asked:
+            scaler = self.precision_plugin.scaler
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            scale = None if scaler is None else scaler.scale(torch.ones((), device=self.root_device))
+            self._note({"statistics": corridor.statistics.publish(held, loss_scale=scale)})
+
+    def _agree_on_verdict(self) -> bool:
+        is_held = self.agree(bool(self._reasons))
+        self._note({"verdict": Verdict(is_held, self._reasons)})
+        self._reasons = ()
+        return is_held
+
+    def _note(self, fields: Mapping[str, Any]) -> None:
+        self.report = replace(self.report, **fields)
