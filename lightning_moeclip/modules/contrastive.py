@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import normalize as unit_rows
 
-from lightning_moeclip.modules.directions import DirectionSums, wide_dtype
+from lightning_moeclip.modules.directions import Directions, DirectionSums, wide_dtype
 from lightning_moeclip.modules.global_batch import (
     GlobalBatch,
     gather_rows,
@@ -81,15 +81,16 @@ def global_contrastive_loss(
 ) -> Tensor:
     """The loss of ``contrastive_loss``, with rows brought to unit length first if asked.
 
-    With ``directions`` the backward adds to them the sums over the cotangents of the rows as the logits use them:
-    a of the mean over images (image to text), b of the mean over texts (text to image).
+    With ``directions`` the backward adds to them the sums over the cotangents of the features as given: a of the mean
+    over images (image to text), b of the mean over texts (text to image).
     """
     check_scalar("logit_scale", log_scale)
     batch = meet(image, text, log_scale, group=group, wants_directions=directions is not None)
     with full_precision(image):
+        asked = Directions.begin(directions, image, text, normalize=normalize)
         image, text = widened(image, text, normalize=normalize)
         (log_scale,) = anchored(batch, image, text, log_scale)
-        loss: Tensor = _Contrastive.apply(image, text, log_scale, batch, chunk_size, directions)
+        loss: Tensor = _Contrastive.apply(image, text, log_scale, batch, chunk_size, asked)
     return ledger.enter(loss) if batch.world_size > 1 else loss
 
 
@@ -132,7 +133,7 @@ class _Contrastive(torch.autograd.Function):
         log_scale: Tensor,
         batch: GlobalBatch,
         chunk_size: int,
-        directions: DirectionSums | None,
+        directions: Directions | None,
     ) -> Tensor:
         with full_precision(image):
             text_all = gather_rows(text, batch)
@@ -169,7 +170,8 @@ class _Contrastive(torch.autograd.Function):
                 half_gradient=gradient.image_half_of if ctx.batch.wants_directions else None,
             )
             if ctx.directions is not None:
-                ctx.directions.add(found.half, (found.image, found.text), is_opposed=False)
+                rows = (image, text_all[ctx.batch.own])
+                ctx.directions.add(found.half, (found.image, found.text), rows=rows, is_opposed=False)
             grads = (found.image, found.text, found.log_scale)
         return *once_differentiable(grads, image, text_all, log_scale, upstream), None, None, None
 

@@ -6,13 +6,15 @@ b is what is missing: t - a, or a - t where b points the other way.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["DirectionSums", "wide_dtype"]
+__all__ = ["DirectionSums", "Directions", "wide_dtype"]
 
 Pair = tuple[Tensor | None, Tensor | None]
+_SHORTEST = 1e-12  # the eps of torch.nn.functional.normalize
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -26,17 +28,8 @@ class DirectionSums:
     def __init__(self) -> None:
         self._sums: Tensor | None = None
 
-    def add(self, half: Pair, merged: Pair, *, is_opposed: bool) -> None:
-        """Take in the cotangents of one backward.
-
-        Args:
-            half: a by tower, [n_r, dim] each; None for a tower that is not trained.
-            merged: t, likewise.
-            is_opposed: t = a - b, and not a + b.
-        """
-        aa, at, tt = _products(zip(half, merged, strict=True))
-        ab = aa - at if is_opposed else at - aa
-        sums = torch.stack([ab, aa, tt - 2 * at + aa])
+    def add(self, sums: Tensor) -> None:
+        """Take in the sums of one backward, [3] float64."""
         self._sums = sums if self._sums is None else self._sums + sums
 
     def pop(self) -> Tensor | None:
@@ -45,11 +38,66 @@ class DirectionSums:
         return sums
 
 
+@dataclass(frozen=True)
+class Directions:
+    """What one forward keeps for the sums of its backward.
+
+    Attributes:
+        sums: where they go.
+        lengths: of the features by tower, [n_r, 1] each, where the loss brought their rows to unit length; None where
+            it used them as given.
+    """
+
+    sums: DirectionSums
+    lengths: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def begin(cls, sums: DirectionSums | None, image: Tensor, text: Tensor, *, normalize: bool) -> "Directions | None":
+        """Before the rows [n_r, dim] are brought to unit length; None where nobody asks."""
+        if sums is None:
+            return None
+        if not normalize:
+            return cls(sums)
+        image_length, text_length = (
+            torch.linalg.vector_norm(x.detach().to(wide_dtype(x)), dim=1, keepdim=True).clamp_min(_SHORTEST)
+            for x in (image, text)
+        )
+        return cls(sums, (image_length, text_length))
+
+    def add(self, half: Pair, merged: Pair, *, rows: tuple[Tensor, Tensor], is_opposed: bool) -> None:
+        """Take in the cotangents of one backward.
+
+        Args:
+            half: a of the rows that the logits are made of, by tower, [n_r, dim] each; None for a tower that is not
+                trained.
+            merged: t, likewise.
+            rows: the rows themselves.
+            is_opposed: t = a - b, and not a + b.
+        """
+        lengths = (None, None) if self.lengths is None else self.lengths
+        aa, at, tt = _products(
+            (_to_features(a, row, length), _to_features(t, row, length))
+            for a, t, row, length in zip(half, merged, rows, lengths, strict=True)
+        )
+        self.sums.add(torch.stack([aa - at if is_opposed else at - aa, aa, tt - 2 * at + aa]))
+
+
+def _to_features(cotangent: Tensor | None, row: Tensor, length: Tensor | None) -> Tensor | None:
+    """Cotangents of the features as the loss was given them, from those of their unit rows; float64."""
+    if cotangent is None:
+        return None
+    wide = cotangent.detach().to(wide_dtype(cotangent))
+    if length is None:
+        return wide
+    unit = row.detach().to(wide)
+    return (wide - torch.linalg.vecdot(wide, unit)[:, None] * unit) / length
+
+
 def _products(pairs: Iterable[Pair]) -> Tensor:
     """[a.a, a.t, t.t] over all pairs (a, t) that there are."""
     products = []
     for half, merged in pairs:
         if half is not None and merged is not None:
-            a, t = (x.detach().to(wide_dtype(x)).flatten() for x in (half, merged))
+            a, t = half.flatten(), merged.flatten()
             products.append(torch.stack([a @ a, a @ t, t @ t]))
     return torch.stack(products).sum(0) if products else torch.zeros(3, dtype=torch.float64)

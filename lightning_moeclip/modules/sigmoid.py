@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from lightning_moeclip.modules.contrastive import anchored, check_scalar, widened
-from lightning_moeclip.modules.directions import DirectionSums, wide_dtype
+from lightning_moeclip.modules.directions import Directions, DirectionSums, wide_dtype
 from lightning_moeclip.modules.global_batch import GlobalBatch, gather_rows, meet
 from lightning_moeclip.modules.tiles import Tile, feature_gradients, full_precision, once_differentiable, tiles
 from lightning_moeclip.parallel import ledger
@@ -42,8 +42,8 @@ def global_sigmoid_loss(
         chunk_size: columns of the logits that exist at a time, at most.
         group: ranks that share the batch; None for the default group.
         normalize: whether rows are brought to unit length first.
-        directions: takes the sums over the cotangents of the rows as the logits use them: a of the pull of the
-            positives, b of the push of the negatives turned round.
+        directions: takes the sums over the cotangents of the features as given: a of the pull of the positives, b of
+            the push of the negatives turned round.
 
     Returns:
         0-d, float32 at least. Its mean over ranks is the loss of one process.
@@ -52,9 +52,10 @@ def global_sigmoid_loss(
     check_scalar("logit_bias", bias)
     batch = meet(image, text, log_scale, bias, group=group, wants_directions=directions is not None)
     with full_precision(image):
+        asked = Directions.begin(directions, image, text, normalize=normalize)
         image, text = widened(image, text, normalize=normalize)
         log_scale, bias = anchored(batch, image, text, log_scale, bias)
-        loss: Tensor = _Sigmoid.apply(image, text, log_scale, bias, batch, chunk_size, directions)
+        loss: Tensor = _Sigmoid.apply(image, text, log_scale, bias, batch, chunk_size, asked)
     return ledger.enter(loss) if batch.world_size > 1 else loss
 
 
@@ -68,7 +69,7 @@ class _Sigmoid(torch.autograd.Function):
         bias: Tensor,
         batch: GlobalBatch,
         chunk_size: int,
-        directions: DirectionSums | None,
+        directions: Directions | None,
     ) -> Tensor:
         with full_precision(image):
             text_all = gather_rows(text, batch)
@@ -114,8 +115,9 @@ class _Sigmoid(torch.autograd.Function):
             )
             if pull is not None:
                 weight = (pull * log_scale.to(image.dtype).exp())[:, None]
-                half = (weight * text_all[batch.own], weight * image)
-                ctx.directions.add(half, (found.image, found.text), is_opposed=True)
+                rows = (image, text_all[batch.own])
+                half = (weight * rows[1], weight * rows[0])
+                ctx.directions.add(half, (found.image, found.text), rows=rows, is_opposed=True)
             grads = (
                 found.image,
                 found.text,

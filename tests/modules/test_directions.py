@@ -43,10 +43,18 @@ def halves(kind: str, image: Tensor, text: Tensor, loss: ScaledLoss) -> tuple[Te
     return -logsigmoid(z[is_pair]).sum() / len(z), logsigmoid(-z[~is_pair]).sum() / len(z)
 
 
-def truth(kind: str, image: Tensor, text: Tensor, *, trained: tuple[bool, bool] = (True, True)) -> Tensor:
-    """[a.b, a.a, b.b] of the cotangents of unit rows, from autograd."""
-    rows = [normalize(x, dim=1).requires_grad_() for x in (image, text)]
-    wanted = [x for x, is_trained in zip(rows, trained, strict=True) if is_trained]
+def truth(
+    kind: str,
+    image: Tensor,
+    text: Tensor,
+    *,
+    trained: tuple[bool, bool] = (True, True),
+    is_normalized: bool = True,
+) -> Tensor:
+    """[a.b, a.a, b.b] of the cotangents of the features as given, from autograd."""
+    given = [x.clone().requires_grad_() for x in (image, text)]
+    wanted = [x for x, is_trained in zip(given, trained, strict=True) if is_trained]
+    rows = [normalize(x, dim=1) for x in given] if is_normalized else given
     terms = halves(kind, *rows, make_loss(kind))
     a, b = (torch.cat([g.flatten() for g in torch.autograd.grad(term, wanted, retain_graph=True)]) for term in terms)
     return torch.stack([a @ b, a @ a, b @ b])
@@ -93,6 +101,15 @@ def test_sums_over_ranks_equal_one_process(rows: tuple[int, ...]) -> None:
     for found in {1: on_1, 2: on_2, 4: on_4}[len(rows)].launch(rows=rows):
         for kind, sums in zip(LOSSES, found, strict=True):
             assert_near(sums, truth(kind, *features(sum(rows))))
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_features_used_as_given_have_cotangents_along_them_too(kind: str) -> None:
+    loss = make_loss(kind, normalize=False)
+    loss(*(x.requires_grad_() for x in features(7))).backward()
+    sums = loss.pop_direction_sums()
+    assert_near(sums, truth(kind, *features(7), is_normalized=False))
+    assert sums[0].item() != pytest.approx(truth(kind, *features(7))[0].item(), rel=0.1)
 
 
 @on_ranks(4)
