@@ -149,7 +149,13 @@ class StabilityMonitor:
         self._state = copy.deepcopy(state)
 
     def observe(
-        self, loss: float, grad_norm: float, cosine: float | None = None, *, is_scaled: bool = False
+        self,
+        loss: float,
+        grad_norm: float,
+        cosine: float | None = None,
+        *,
+        is_scaled: bool = False,
+        is_whole: bool = True,
     ) -> Observation:
         """Judge a step before it is taken.
 
@@ -158,12 +164,13 @@ class StabilityMonitor:
             grad_norm: of the reduced gradients, before clipping; 0 says that there are none, and teaches nothing.
             cosine: directional, between -1 and 1; None or NaN where it is not known.
             is_scaled: a loss scaler deals with gradients that are not finite under a finite loss: they are no finding.
+            is_whole: every rank had a loss; otherwise its mean is no measure, and only what is not finite is found.
         """
         cosine = None if cosine is None or not math.isfinite(cosine) else cosine
         if not math.isfinite(loss) or (not math.isfinite(grad_norm) and not is_scaled):
             message = f"loss {loss:g} and gradient norm {grad_norm:g} must both be finite"
             return Observation((Finding("non_finite", message, acts=True),), cosine)
-        if grad_norm == 0.0 or not math.isfinite(grad_norm):
+        if not is_whole or grad_norm == 0.0 or not math.isfinite(grad_norm):
             return Observation(cosine=cosine)
         log_norm = math.log(grad_norm)
         findings = [
