@@ -37,6 +37,6 @@ class RollbackSettings:
             raise ValueError(f"on_no_snapshot={self.on_no_snapshot!r} is no such choice. Use 'skip_step' or 'raise'.")
         if self.max_snapshot_bytes is not None and self.max_snapshot_bytes < 1:
             raise ValueError(
-                f"max_snapshot_bytes={self.max_snapshot_bytes} leaves no room for a snapshot. Use a number of bytes, or "
-                "None for a share of the memory."
+                f"max_snapshot_bytes={self.max_snapshot_bytes} leaves no room for a snapshot. Use a number of bytes, "
+                "or None for a share of the memory."
             )
