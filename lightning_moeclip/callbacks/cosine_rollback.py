@@ -101,6 +101,7 @@ class CosineRollback(Callback):
         self._observations: list[Observation] = []  # of the batch at hand
         self._pending: RollbackRecord | None = None
         self._kinds: set[str] = set()
+        self._is_set_up = False
         self._cool_until = self._num_batches = self._snapshots_due = 0
 
     def hand_in(self, first: Tensor | Sequence[Tensor], second: Tensor | Sequence[Tensor]) -> None:
@@ -117,8 +118,16 @@ class CosineRollback(Callback):
 
     # -- hooks
 
+    @property
+    @override
+    def state_key(self) -> str:
+        # the Trainer would refuse two of one key when it is made, without saying what to write; setup does say it
+        name = type(self).__qualname__
+        return name if self._is_set_up else f"{name} {id(self):x}"
+
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._is_set_up = True
         if stage == "fit":
             world_of(trainer, self)
             check_given_once(trainer, self)
