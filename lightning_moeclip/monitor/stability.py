@@ -6,10 +6,9 @@ All ranks feed it the same reduced numbers, so all come to the same findings. Va
 import copy
 import math
 from dataclasses import dataclass, field
-from statistics import pvariance
 from typing import Literal
 
-from lightning_moeclip.monitor.tracks import CosineTrack, Track
+from lightning_moeclip.monitor.tracks import CosineTrack, Track, variance
 
 __all__ = ["Finding", "Observation", "StabilityMonitor", "StabilitySettings", "StabilityState"]
 
@@ -214,7 +213,7 @@ class StabilityMonitor:
         """The preset: low cosines that vary, and low ones that do not and are none of this model's habits."""
         settings, seen = self.settings, self._state.seen
         window = seen[-settings.window :]
-        spread = pvariance(window)
+        spread = variance(window)
         if len(window) == settings.window and spread > settings.variance:
             if all(value < settings.low for value in window[-settings.patience :]):
                 message = (
