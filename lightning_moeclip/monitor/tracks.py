@@ -14,7 +14,7 @@ _SIGMA_PER_MAD = 1.4826  # of a normal distribution
 def variance(values: Sequence[float]) -> float:
     """Mean square distance from the mean; that of the ``statistics`` module is exact and takes 20 times as long."""
     mean = fmean(values)
-    return fmean((value - mean) ** 2 for value in values)
+    return fmean((value - mean) * (value - mean) for value in values)
 
 
 @dataclass
