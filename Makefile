@@ -37,8 +37,10 @@ types: $(READY)
 layers: $(READY)
 	$(BIN)/python -m pytest -q tests/test_layers.py
 
-# every long bar: writes tests/benchmarks/results/*.csv with the commit it was measured on
+# every long bar: writes tests/benchmarks/results/*.csv with the commit it was measured on; one of them looks at
+# TensorBoard with Debian's chromium, which has to be there (apt-get install chromium)
 proof: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[proof]"
 	$(RUN) -m tests.proof; code=$$?; $(RUN) -m tests.proof.readme; exit $$code
 
 clean:

@@ -21,6 +21,7 @@ from emoji_clip.training import EmojiTask
 
 from lightning_moeclip import MoEClipStrategy
 from lightning_moeclip.binding import pl  # lightning.pytorch or pytorch_lightning, whichever is installed
+from lightning_moeclip.callbacks.expert_load_monitor import ExpertLoadMonitor
 
 # the batches are made from memory in well under a millisecond per pair: workers would only cost a process each
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")
@@ -65,6 +66,8 @@ def make_trainer(args: argparse.Namespace, total_steps: int) -> pl.Trainer:
         callbacks=[
             pl.callbacks.TQDMProgressBar(),
             pl.callbacks.ModelCheckpoint(filename="{step}", save_on_train_epoch_end=True),
+            # what the gradients and the experts do, under either strategy
+            ExpertLoadMonitor(),
         ],
     )
 

@@ -2,10 +2,12 @@
 
 A gradient walks through one corridor::
 
-    parameter - role - group & plan - bucket - collective - unscale - clip - step
+    parameter - role - group & plan - bucket - statistics - collective - unscale - clip - step
     parallel/   who must agree with whom       gradients/   what happens to gradients, in order
     modules/    parts for the user's model     state/       what must survive, free of the layout
+    monitor/    what the reports mean          callbacks/   who looks on and may act
     strategy.py, precision.py                  the two doors to PyTorch Lightning
+    testing/    many ranks in one test, and faults to inject
     kernels/    plain-torch truths (and Triton), importable with torch alone
 """
 

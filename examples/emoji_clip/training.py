@@ -4,15 +4,15 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import normalize
-from torchmetrics import MeanMetric, Metric, MetricCollection
+from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from emoji_clip.data import Batch
 from emoji_clip.model import EmojiCLIP
 from lightning_moeclip.binding import pl
-from lightning_moeclip.modules import ContrastiveLoss, MoE, auxiliary_loss
+from lightning_moeclip.modules import ContrastiveLoss, auxiliary_loss
 
 
 class Recall(MetricCollection):
@@ -32,22 +32,6 @@ class Recall(MetricCollection):
         partner = torch.arange(len(similarity), device=similarity.device)
         super().update(similarity, partner)
         super().update(similarity.T, partner)
-
-
-class ExpertLoad(Metric):
-    """Share of the tokens that each expert of a layer gets, over all ranks: [num_experts], sums to 1."""
-
-    tokens: Tensor
-
-    def __init__(self, num_experts: int) -> None:
-        super().__init__()
-        self.add_state("tokens", torch.zeros(num_experts, dtype=torch.int64), dist_reduce_fx="sum")
-
-    def update(self, tokens_per_expert: Tensor) -> None:
-        self.tokens += tokens_per_expert
-
-    def compute(self) -> Tensor:
-        return self.tokens / self.tokens.sum()
 
 
 class EmojiTask(pl.LightningModule):
@@ -82,34 +66,16 @@ class EmojiTask(pl.LightningModule):
         self.loss = ContrastiveLoss()
         self.train_loss = MeanMetric()
         self.recall = Recall(num_pairs)
-        self.expert_load = nn.ModuleDict(
-            {name: ExpertLoad(layer.num_experts) for name, layer in self.moe_layers().items()}
-        )
-
-    def moe_layers(self) -> dict[str, MoE]:
-        """The MoE layers by tower and block: ``visual_block_1``, …"""
-        return {
-            path.replace(".transformer.blocks.", "_block_").removesuffix(".mlp"): layer
-            for path, layer in self.model.named_modules()
-            if isinstance(layer, MoE)
-        }
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         contrastive = self.loss(*self.model(batch.images, batch.tokens))
         self.train_loss.update(contrastive.detach())
-        for name, layer in self.moe_layers().items():
-            self.expert_load[name].update(layer.tokens_per_expert)
         self.log("logit_scale", self.loss.logit_scale.exp(), prog_bar=True)
         return contrastive + auxiliary_loss(self.model, balance=self.hparams["balance"])
 
     def on_train_epoch_end(self) -> None:
         # logged as numbers: a metric with prog_bar=True is computed, which is a collective, when rank 0's bar likes to
         self.log("loss", self.train_loss.compute(), prog_bar=True, sync_dist=True)
-        for name, load in self.expert_load.items():
-            share = load.compute()
-            self.log_dict({f"expert_load/{name}/{i}": value for i, value in enumerate(share)}, sync_dist=True)
-            self.log(f"expert_load_variation/{name}", share.std(correction=0) / share.mean(), sync_dist=True)
-            load.reset()
         self.train_loss.reset()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

@@ -4,6 +4,7 @@ Shapes: T tokens, D width, H hidden width, E experts in all, K experts per token
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from lightning_moeclip.modules.dispatch import (
     sum_outputs,
 )
 from lightning_moeclip.modules.experts import ACTIVATIONS, PADDING_MAX, Segments, expert_mlp
+from lightning_moeclip.modules.load import TrainingLoad
 from lightning_moeclip.modules.record import RoutingCall, RoutingRecord, in_backward
 from lightning_moeclip.modules.router import OutputMean, Router, RouterGradient, Routing
 from lightning_moeclip.parallel import ledger
@@ -108,7 +110,7 @@ class MoE(nn.Module):
         # no buffer: ranks count their own tokens, and buffers are broadcast
         self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64)
         self.tokens_per_expert_by_tower: dict[str | None, Tensor] = {}
-        self._training_load: dict[str | None, Tensor] = {}
+        self._load = TrainingLoad()
         self.routing_record = RoutingRecord()
         self._shared = _Shared()
         self.reset_parameters()
@@ -189,14 +191,19 @@ class MoE(nn.Module):
                 state_dict[prefix + name] = whole.chunk(axis.size)[axis.rank]
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def pop_training_load(self) -> dict[str | None, Tensor]:
-        """Choices per expert of all training forwards since the last call, by tower; then starts from zero.
+    @property
+    def training_load(self) -> Mapping[str | None, Tensor]:
+        """Choices per expert of all training forwards so far, by tower, [E], int64: of this rank's own tokens.
 
-        Forwards in evaluation mode and recomputations in backward are not counted. For monitors that read once per
-        optimizer step, after several micro-batches.
+        Before a capacity drops any. Neither evaluation nor a recomputation in backward counts. It is never set back:
+        a monitor takes the difference of two readings, and a tensor that was read never changes.
         """
-        load, self._training_load = self._training_load, {}
-        return load
+        return self._load.choices
+
+    @property
+    def training_drops(self) -> Mapping[str | None, Tensor]:
+        """Those choices of ``training_load`` that ``capacity_factor`` dropped, in the same way; zeros without."""
+        return self._load.drops
 
     @override
     def forward(self, x: Tensor, tower: str | None = None) -> Tensor:
@@ -291,5 +298,4 @@ class MoE(nn.Module):
         self.tokens_per_expert = counts_E
         self.tokens_per_expert_by_tower[tower] = counts_E
         if self.training:
-            before = self._training_load.get(tower)
-            self._training_load[tower] = counts_E if before is None else before + counts_E
+            self._load.add(tower, counts_E, None if self.capacity_factor is None else plan.counts)

@@ -22,7 +22,8 @@ for unused ones and, in Lightning's loop, broadcasts a flag in every batch.
 import argparse
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -67,10 +68,20 @@ class Arm:
     Args:
         strategy: of the Trainer.
         data: one batch per turn, and one more with which the fit ends.
+        module: what is trained; None takes the two towers.
+        arguments: further ones of the Trainer.
     """
 
-    def __init__(self, strategy: DDPStrategy, data: list[Any]) -> None:
-        self.module = TwoTowers()
+    def __init__(
+        self,
+        strategy: DDPStrategy,
+        data: list[Any],
+        *,
+        module: Any = None,
+        arguments: Mapping[str, Any] = MappingProxyType({"logger": False}),
+    ) -> None:
+        self.module = TwoTowers() if module is None else module
+        self._arguments = dict(arguments)
         self._strategy = strategy
         self._data = data
         self._turn = threading.Semaphore(0)
@@ -108,11 +119,11 @@ class Arm:
                 devices=dist.get_world_size(),
                 strategy=self._strategy,
                 max_epochs=1,
-                logger=False,
                 enable_checkpointing=False,
                 enable_progress_bar=False,
                 enable_model_summary=False,
                 use_distributed_sampler=False,
+                **self._arguments,
             ).fit(self.module, self)
         except BaseException as error:
             self._error = error

@@ -220,7 +220,7 @@ def test_recomputation_adds_nothing() -> None:
         y = checkpoint(block, x, use_reentrant=False) if is_checkpointed else block(x)
         loss = y.sum() + auxiliary_loss(moe, balance=0.5)
         loss.backward()
-        assert moe.pop_training_load()[None].sum() == 2 * len(x)
+        assert moe.training_load[None].sum() == 2 * len(x)
         assert auxiliary_loss(moe).item() == 0.0
         found[is_checkpointed] = moe.router.weight.grad
     assert torch.equal(found[False], found[True])  # type: ignore[arg-type]

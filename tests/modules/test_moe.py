@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -193,11 +194,58 @@ def test_loads_count_training_tokens_once_under_recomputation_validation_and_acc
     assert moe.tokens_per_expert.tolist() == moe.tokens_per_expert_by_tower["image"].tolist()
     assert moe.tokens_per_expert.sum() == 18
     assert moe.tokens_per_expert_by_tower["text"].sum() == 6
-    load = moe.pop_training_load()
+    load = moe.training_load
     assert {tower: int(counts.sum()) for tower, counts in load.items()} == {"image": 16, "text": 16}
+    assert {tower: counts.tolist() for tower, counts in moe.training_drops.items()} == {
+        "image": [0] * EXPERTS,
+        "text": [0] * EXPERTS,
+    }
     truth = sum((tokens(n) @ moe.router.weight.T).topk(2).indices.flatten().bincount(minlength=4) for n in (5, 3))
     assert torch.equal(load["image"], truth)
-    assert moe.pop_training_load() == {}
+    assert {counts.dtype for counts in (*load.values(), *moe.training_drops.values())} == {torch.int64}
+
+
+def test_load_only_grows_and_what_was_read_stays() -> None:
+    moe = build()
+    moe(tokens(5))
+    read = moe.training_load[None]
+    kept = read.clone()
+    moe(tokens(5))
+    assert torch.equal(read, kept)
+    assert torch.equal(moe.training_load[None], 2 * kept)
+    with pytest.raises(TypeError):
+        moe.training_load[None] = kept  # type: ignore[index]
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda moe: pickle.loads(pickle.dumps(moe))])
+def test_copies_of_a_layer_start_with_no_load(copy_of: Callable[[MoE], MoE]) -> None:
+    moe = build()
+    moe(tokens(5).requires_grad_()).sum().backward()
+    other = copy_of(moe)
+    assert (dict(other.training_load), dict(other.training_drops)) == ({}, {})
+    other(tokens(3))
+    assert (other.training_load[None].sum(), moe.training_load[None].sum()) == (6, 10)
+
+
+def test_drops_are_counted_per_expert_and_tower() -> None:
+    moe = build(top_k=1, capacity_factor=1.0)
+    with torch.no_grad():
+        moe.router.weight.zero_()
+        moe.router.weight[1, 0] = moe.router.weight[2, 1] = 1.0
+    x = torch.zeros(8, moe.dim, dtype=torch.float64)
+    x[:6, 0] = x[6:, 1] = 1.0  # six choose expert 1, two expert 2; each takes 8 / 4
+    moe(x, tower="image")
+    moe(x.flip(0), tower="image")
+    moe(x[:1], tower="text")
+    moe.eval()(x, tower="image")
+    assert {tower: counts.tolist() for tower, counts in moe.training_load.items()} == {
+        "image": [0, 12, 4, 0],
+        "text": [0, 1, 0, 0],
+    }
+    assert {tower: counts.tolist() for tower, counts in moe.training_drops.items()} == {
+        "image": [0, 8, 0, 0],
+        "text": [0, 0, 0, 0],
+    }
 
 
 def test_checkpointed_gradients_are_bit_equal() -> None:

@@ -1,0 +1,215 @@
+"""Tells the loggers which experts get the tokens of training, under any strategy."""
+
+import inspect
+import json
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_moeclip.binding import Callback, LightningModule, Trainer
+from lightning_moeclip.callbacks.world import check_given_once
+from lightning_moeclip.monitor.expert_load import ALL_TOWERS, ExpertLoad, LoadKey, TowerLoad
+
+__all__ = ["ExpertLoadMonitor", "PublishedLoad"]
+
+Counts = Mapping[str | None, Tensor]
+
+
+class _Layer(Protocol):
+    """Any layer that counts: ``MoE``, or a user's own; counts only grow."""
+
+    num_experts: int
+
+    @property
+    def training_load(self) -> Counts: ...
+
+
+@dataclass(frozen=True)
+class PublishedLoad:
+    """The load of all ranks between two publications.
+
+    Attributes:
+        step: optimizer steps taken when it was published.
+        loads: by layer and tower; a tower, and a layer, without any token since the last publication is not there.
+    """
+
+    step: int
+    loads: Mapping[LoadKey, TowerLoad]
+
+
+class ExpertLoadMonitor(Callback):
+    """Logs which experts get the tokens of training, per layer and tower: ``MoE`` layers and any others that count.
+
+    Tags, where the tower "all" stands for all tokens of the layer:
+
+    * ``expert_load/<layer>/<tower>/<expert>``: part of the choices.
+    * ``expert_load_variation/<layer>/<tower>``: standard deviation over the experts divided by their mean.
+    * ``expert_load_dead/<layer>/<tower>``: number of experts that no token chose.
+    * ``expert_load_dropped/<layer>/<tower>``: part of the choices that ``capacity_factor`` dropped.
+
+    All tokens of training since the last publication count, once each, on whichever rank they are: neither evaluation
+    nor recomputation in backward. Works under any strategy, with the same numbers. One all-reduce per publication; when
+    a tower comes up for the first time on any rank, the ranks exchange names as well. What is left when training ends
+    is published then.
+
+    A layer of your own takes part when it has ``num_experts`` and ``training_load``, a mapping from the tower (or None)
+    to the choices per expert so far, and for drops ``training_drops``.
+
+    Args:
+        every_n_steps: optimizer steps between publications; None: the Trainer's ``log_every_n_steps``.
+
+    Attributes:
+        last: what was published last; None before.
+
+    Raises:
+        ValueError: ``every_n_steps`` is below 1, the callback is given twice, or a tower is called "all".
+    """
+
+    def __init__(self, *, every_n_steps: int | None = None) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(
+                f"ExpertLoadMonitor(every_n_steps={every_n_steps}) must be at least 1. "
+                "Use 1 for every step, or None for the Trainer's log_every_n_steps."
+            )
+        self.every_n_steps = every_n_steps
+        self.last: PublishedLoad | None = None
+        self._layers: dict[str, _Layer] = {}
+        self._towers: tuple[str, ...] = ()
+        self._read: dict[str, tuple[Counts, Counts]] = {}
+        self._published_step = 0
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        check_given_once(trainer, self)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # not in setup: configure_model, which may build the layers, comes after it
+        self._layers, self._towers, self.last = _layers_of(pl_module), (), None
+        self._read = {name: _counts_of(layer) for name, layer in self._layers.items()}
+        self._published_step = trainer.global_step
+        if not self._layers and trainer.is_global_zero:
+            warnings.warn(
+                f"ExpertLoadMonitor found no layer that counts in {type(pl_module).__name__} and logs nothing. Use "
+                "lightning_moeclip.modules.MoE, give a layer of yours num_experts and training_load, or leave it out.",
+                stacklevel=2,
+            )
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        every = self._every(trainer)
+        # crossed rather than met: with several optimizers a batch takes several steps
+        if every and trainer.global_step // every > self._published_step // every:
+            self._publish(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._every(trainer) and trainer.global_step > self._published_step:
+            # by then the Trainer has counted the last batch, whose step this is
+            self._publish(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
+
+    def _every(self, trainer: Trainer) -> int:
+        """Optimizer steps between publications; 0: there are none."""
+        if not self._layers:
+            return 0
+        return trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps
+
+    def _publish(self, trainer: Trainer, step: int) -> None:
+        """Sum over ranks and log; all ranks come here at the same step, whatever they have counted."""
+        self._published_step = trainer.global_step
+        new = self._take()
+        load = _sum_over_ranks(trainer, self._layers, self._towers, new)
+        counts = load.compute()
+        if load.lacks_a_tower(counts):
+            self._towers = _all_towers(trainer, _towers_in(new))
+            load = _sum_over_ranks(trainer, self._layers, self._towers, new)
+            counts = load.compute()
+        self.last = PublishedLoad(trainer.global_step, load.loads(counts))
+        scalars = {tag: value for key, row in self.last.loads.items() for tag, value in row.scalars(key)}
+        trainer.callback_metrics.update({tag: torch.tensor(value) for tag, value in scalars.items()})
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.log_metrics(scalars, step=step)
+
+    def _take(self) -> dict[str, tuple[Counts, Counts]]:
+        """Choices and drops of this rank since the last time, by layer."""
+        new = {}
+        for name, layer in self._layers.items():
+            before, now = self._read[name], _counts_of(layer)
+            self._read[name] = now
+            new[name] = (_difference(before[0], now[0]), _difference(before[1], now[1]))
+        return new
+
+
+def _layers_of(module: nn.Module) -> dict[str, _Layer]:
+    """The layers that count, by path; a layer that is used in several places once, with its first path."""
+    return {
+        ".".join(part for part in path.split(".") if part != "_orig_mod"): cast(_Layer, layer)
+        for path, layer in module.named_modules()
+        # wrappers pass the attributes of what they wrap on, which would count twice
+        if inspect.getattr_static(layer, "training_load", None) is not None
+    }
+
+
+def _counts_of(layer: _Layer) -> tuple[Counts, Counts]:
+    """Choices and drops so far, in tensors that stay as they are whatever the layer does with its own."""
+    drops: Counts = getattr(layer, "training_drops", {})
+    return (
+        {tower: counts.detach().clone() for tower, counts in layer.training_load.items()},
+        {tower: counts.detach().clone() for tower, counts in drops.items()},
+    )
+
+
+def _difference(before: Counts, now: Counts) -> Counts:
+    return {
+        tower: counts - before[tower].to(counts.device) if tower in before else counts for tower, counts in now.items()
+    }
+
+
+def _towers_in(counts: Mapping[str, tuple[Counts, Counts]]) -> set[str]:
+    return {tower for choices, _ in counts.values() for tower in choices if tower is not None}
+
+
+def _sum_over_ranks(
+    trainer: Trainer, layers: Mapping[str, _Layer], towers: tuple[str, ...], counts: Mapping[str, tuple[Counts, Counts]]
+) -> ExpertLoad:
+    """The metric that ``compute`` sums over ranks, through the strategy, which may be any."""
+    strategy = trainer.strategy
+
+    def reduce(tensor: Tensor, group: Any = None) -> list[Tensor]:
+        return [strategy.reduce(tensor.clone(), reduce_op="sum")]
+
+    load = ExpertLoad({name: layer.num_experts for name, layer in layers.items()}, towers=towers, dist_sync_fn=reduce)
+    load.to(strategy.root_device)
+    for name, (choices, drops) in counts.items():
+        load.update(name, choices, drops)
+    return load
+
+
+def _all_towers(trainer: Trainer, towers: Collection[str]) -> tuple[str, ...]:
+    """Names that any rank has, in one order on all ranks; a collective.
+
+    Raises:
+        ValueError: one of them stands for all towers.
+    """
+    strategy = trainer.strategy
+    text = json.dumps(sorted(towers)).encode()
+    longest = int(strategy.reduce(torch.tensor(len(text), device=strategy.root_device), reduce_op="max"))
+    # every rank fills its own row, so that the sum is a gather: all_gather of Lightning warns in torch 2.13
+    table = torch.zeros(trainer.world_size, longest, dtype=torch.uint8)
+    table[trainer.global_rank] = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8)
+    rows = strategy.reduce(table.to(strategy.root_device), reduce_op="sum").tolist()
+    names = sorted({name for row in rows for name in json.loads(bytes(row))})
+    if ALL_TOWERS in names:
+        raise ValueError(
+            f"A layer counts tokens of a tower {ALL_TOWERS!r}, which ExpertLoadMonitor writes for all towers together. "
+            "Call the layer with another name of the tower."
+        )
+    return tuple(names)

@@ -1,0 +1,221 @@
+"""Shows how large the gradients of each layer are over time: a heatmap, curves of the towers, a table of the worst."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_moeclip.binding import Callback, LightningModule, Trainer
+from lightning_moeclip.callbacks.expert_counts import ExpertCounts
+from lightning_moeclip.callbacks.local_statistics import LocalStatistics
+from lightning_moeclip.callbacks.pictures import write_picture, write_table
+from lightning_moeclip.callbacks.world import World
+from lightning_moeclip.gradients.report import GradSums, LayerKey
+from lightning_moeclip.monitor.heatmap import Heatmap, check_matplotlib
+from lightning_moeclip.monitor.variance_history import NO_TOWER, Sample, VarianceHistory, label_of
+
+__all__ = ["VarianceHeatmap"]
+
+
+class VarianceHeatmap(Callback):
+    """Variance of the gradients by tower and layer: of those that the optimizer sees, over all ranks.
+
+    * ``grad_var/<tower>``: log10 of the variance over all elements of a tower, every ``every_n_steps``, to every logger
+      and to ``trainer.callback_metrics``; ``grad_var/shared`` of what belongs to no tower. NaN where an element is not
+      finite, minus infinity where all are zero, nothing where there is no gradient.
+    * ``grad_var/heatmap``: a picture of the last 60 of these samples, to every logger that takes pictures, otherwise to
+      ``grad_variance/step_000500.png`` under the logger's folder or the Trainer's.
+    * ``grad_var/worst_layers``: with each picture, the five layers that lie farthest from their own median over the
+      samples, in decades (``VarianceHistory.worst``), to loggers that take text.
+
+    Under ``MoEClipStrategy`` the numbers equal those of one process. Under any other strategy they are of this rank's
+    gradients before the reduction, the tags begin with ``grad_var_local/``, and the picture is rank 0's. Loss scales
+    are divided out, micro-batches are summed, evaluation does not count. Expert layers with ``training_load`` add a
+    panel: tokens by expert since the picture before, of rank 0, or of all ranks where ``ExpertLoadMonitor`` tells.
+
+    The picture is drawn on rank 0 when training ends or fails, too. Its scale is that of the first picture, also after
+    resuming from a checkpoint.
+
+    Args:
+        every_n_steps: optimizer steps between samples; None: the Trainer's ``log_every_n_steps``.
+        figure_every_n_steps: optimizer steps between pictures; each is drawn with the first sample from then on.
+        prefix: put before each tag and before the folder of the files.
+
+    Attributes:
+        history: the samples and the scale.
+        picture: draws them; ``picture.render()`` at any time.
+
+    Raises:
+        ValueError: a number of steps is below 1, or another one has the same prefix.
+        ImportError: matplotlib is missing.
+    """
+
+    def __init__(self, *, every_n_steps: int | None = None, figure_every_n_steps: int = 500, prefix: str = "") -> None:
+        _check_steps("figure_every_n_steps", figure_every_n_steps, "500")
+        if every_n_steps is not None:
+            _check_steps("every_n_steps", every_n_steps, "50, or None for the Trainer's log_every_n_steps")
+        self.every_n_steps = every_n_steps
+        self.figure_every_n_steps = figure_every_n_steps
+        self.prefix = prefix
+        self.history = VarianceHistory()
+        self._area = "grad_var"
+        self.picture = Heatmap(self.history)
+        self._local = LocalStatistics()
+        self._counts = ExpertCounts()
+        self._watched_step: int | None = None
+        self._last_watched: int | None = None
+        self._figures_from = 0
+        self._drawn_step: int | None = None
+        self._parts: dict[int, list[tuple[Sequence[LayerKey], GradSums]]] = {}
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        check_matplotlib()
+        others = [c for c in trainer.callbacks if isinstance(c, VarianceHeatmap) and c.prefix == self.prefix]
+        if len(others) > 1:
+            raise ValueError(
+                f"Trainer(callbacks=[...]) holds {len(others)} of VarianceHeatmap(prefix={self.prefix!r}), which would "
+                "write the same tags. Give one, or give each a prefix of its own, such as prefix='fine/'."
+            )
+        is_reduced = isinstance(trainer.strategy, World)
+        self._area = "grad_var" if is_reduced else "grad_var_local"
+        self.picture.note = "" if is_reduced else "local to rank 0"
+        self._watched_step = self._last_watched = None
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._figures_from, self._drawn_step = trainer.global_step, None
+        self._counts.restart(pl_module)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        step = trainer.global_step
+        every = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps
+        if not self._is_due(step, every):
+            return
+        is_new_step = step != self._last_watched
+        self._watched_step = self._last_watched = step
+        if isinstance(trainer.strategy, World):
+            trainer.strategy.ask_for_statistics()
+        else:
+            self._local.listen(pl_module, is_new_step=is_new_step)
+
+    def _is_due(self, step: int, every: int) -> bool:
+        """Whether a step is the first, or the first at or behind a multiple of ``every``; 0 stands for never.
+
+        A multiple is passed rather than met: with several optimizers a batch takes several steps.
+        """
+        if every == 0:
+            return False
+        last = self._last_watched
+        return last is None or step == last or step // every > last // every
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._watched_step is None:
+            return
+        strategy = trainer.strategy
+        if not isinstance(strategy, World):
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            scale = 1.0 if scaler is None else float(scaler.get_scale())
+            self._parts[id(optimizer)] = self._local.take(optimizer, loss_scale=scale)
+        elif strategy.report.statistics is not None and strategy.report.statistics.reduced is not None:
+            # an optimizer that steps twice in one batch counts with its last step
+            self._parts[id(optimizer)] = [(strategy.report.statistics.keys, strategy.report.statistics.reduced)]
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._publish(trainer)
+        every = self.figure_every_n_steps
+        if self.history.samples and (step := self.history.samples[-1].step) // every > self._figures_from // every:
+            self._figures_from = step
+            self._draw(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._draw(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # the step that failed is the one to look at
+        self._publish(trainer)
+        self._draw(trainer)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._local.stop()
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        # not state_dict: two callbacks with one prefix would fail in the Trainer's constructor, with its message
+        checkpoint.setdefault("variance_heatmap", {})[self.prefix] = self.history.state_dict()
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint.get("variance_heatmap", {}).get(self.prefix)
+        if state is not None:
+            self.history.load_state_dict(state)
+
+    def _publish(self, trainer: Trainer) -> None:
+        """Add the sample of the step that was watched, and log its scalars."""
+        self._local.stop()
+        step, self._watched_step = self._watched_step, None
+        parts = [part for found in self._parts.values() for part in found]
+        self._parts = {}
+        if step is None or not parts:
+            return
+        scalars = self._scalars(self.history.add(step, parts))
+        metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
+        trainer.callback_metrics.update(metrics)
+        if trainer.is_global_zero and scalars:
+            for logger in trainer.loggers:
+                logger.log_metrics(scalars, step=step)
+
+    def _scalars(self, sample: Sample) -> dict[str, float]:
+        scalars = {}
+        for tower, cell in sample.towers.items():
+            if not math.isnan(cell):
+                name = f"{self.prefix}{self._area}/{NO_TOWER if tower is None else tower}"
+                scalars[name] = _log10(cell)
+        return scalars
+
+    def _draw(self, trainer: Trainer) -> None:
+        """Draw and write what there is, unless it was drawn before; on rank 0."""
+        if not self.history.samples or self._drawn_step == (step := self.history.samples[-1].step):
+            return
+        self._drawn_step = step
+        if not trainer.is_global_zero or trainer.fast_dev_run:
+            return
+        loads, source = self._counts.take(trainer.callback_metrics)
+        self.picture.set_loads(loads, source=source)
+        tag = f"{self.prefix}{self._area}"
+        folder = f"{self.prefix}grad_variance"
+        write_picture(trainer, f"{tag}/heatmap", self.picture.render(), step=step, folder=folder)
+        write_table(trainer, f"{tag}/worst_layers", self._worst(), step=step)
+
+    def _worst(self) -> list[list[str]]:
+        rows = [["tower", "layer", "variance", "its median", "decades apart"]]
+        for outlier in self.history.worst():
+            tower = NO_TOWER if outlier.key.tower is None else outlier.key.tower
+            label = label_of(outlier.key, is_square=outlier.key in self.history.single)
+            cell = "NaN/Inf" if outlier.cell == math.inf else f"{outlier.cell:.3g}"
+            rows.append([tower, label, cell, f"{outlier.median:.3g}", f"{outlier.decades:.2f}"])
+        return rows
+
+
+def _log10(cell: float) -> float:
+    if cell == 0.0:
+        return -math.inf
+    return math.nan if cell == math.inf else math.log10(cell)
+
+
+def _check_steps(name: str, value: int, advice: str) -> None:
+    if value < 1:
+        raise ValueError(f"VarianceHeatmap({name}={value}) must be at least 1. Use {name}={advice}.")
