@@ -66,6 +66,7 @@ class CosineRollback(Callback):
     Attributes:
         history: a record of every batch whose step was not taken.
         num_rollbacks: how many of them count against ``max_rollbacks``.
+        observation: what the last optimizer step showed; None before the first one.
 
     Raises:
         ValueError: a value out of its range, two of these callbacks, or a snapshot larger than allowed.
@@ -94,6 +95,7 @@ class CosineRollback(Callback):
         self.limits = RollbackSettings(max_rollbacks, snapshot_every_n_steps, on_no_snapshot, max_snapshot_bytes)
         self.history: list[RollbackRecord] = []
         self.num_rollbacks = 0
+        self.observation: Observation | None = None
         self._handed_in = CotangentSums()
         self._snapshots: AgreedSnapshots | None = None
         # by the place of the optimizer: with several, each has losses and norms of its own
@@ -165,7 +167,7 @@ class CosineRollback(Callback):
                 "ContrastiveLoss or SigmoidLoss as a layer of the module, or CosineRollback.hand_in(...).",
             )
         index = next(i for i, other in enumerate(trainer.optimizers) if other is optimizer)
-        observation = self._observe(trainer, index, numbers)
+        self.observation = observation = self._observe(trainer, index, numbers)
         self._observations.append(observation)
         acting = [finding for finding in observation.findings if finding.acts]
         self._warn_of_news(trainer, observation)

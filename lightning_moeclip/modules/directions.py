@@ -5,7 +5,6 @@ a.b / sqrt(a.a b.b). The backward has the merged cotangent t and makes a beside 
 b is what is missing: t - a, or a - t where b points the other way.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -75,29 +74,22 @@ class Directions:
             is_opposed: t = a - b, and not a + b.
         """
         lengths = (None, None) if self.lengths is None else self.lengths
-        aa, at, tt = _products(
-            (_to_features(a, row, length), _to_features(t, row, length))
-            for a, t, row, length in zip(half, merged, rows, lengths, strict=True)
-        )
+        towers = zip(half, merged, rows, lengths, strict=True)
+        products = [_products(a, t, row, length) for a, t, row, length in towers if a is not None and t is not None]
+        aa, at, tt = torch.stack(products).sum(0) if products else torch.zeros(3, dtype=torch.float64)
         self.sums.add(torch.stack([aa - at if is_opposed else at - aa, aa, tt - 2 * at + aa]))
 
 
-def _to_features(cotangent: Tensor | None, row: Tensor, length: Tensor | None) -> Tensor | None:
-    """Cotangents of the features as the loss was given them, from those of their unit rows; float64."""
-    if cotangent is None:
-        return None
-    wide = cotangent.detach().to(wide_dtype(cotangent))
-    if length is None:
-        return wide
-    unit = row.detach().to(wide)
-    return (wide - torch.linalg.vecdot(wide, unit)[:, None] * unit) / length
+def _products(a: Tensor, t: Tensor, row: Tensor, length: Tensor | None) -> Tensor:
+    """[a.a, a.t, t.t] of one tower, [3] float64, for the features as given.
 
-
-def _products(pairs: Iterable[Pair]) -> Tensor:
-    """[a.a, a.t, t.t] over all pairs (a, t) that there are."""
-    products = []
-    for half, merged in pairs:
-        if half is not None and merged is not None:
-            a, t = half.flatten(), merged.flatten()
-            products.append(torch.stack([a @ a, a @ t, t @ t]))
-    return torch.stack(products).sum(0) if products else torch.zeros(3, dtype=torch.float64)
+    Through x / |x| = u a cotangent c becomes (c - (c.u) u) / |x|: products of rows say it all, and nothing of the
+    features' size is made.
+    """
+    wide = wide_dtype(a)
+    products = torch.stack([torch.linalg.vecdot(x, y) for x, y in ((a, a), (a, t), (t, t))]).to(wide)
+    if length is not None:
+        along_a, along_t = (torch.linalg.vecdot(x, row).to(wide) for x in (a, t))
+        products -= torch.stack([along_a * along_a, along_a * along_t, along_t * along_t])
+        products /= length.squeeze(1) ** 2
+    return products.sum(1)
