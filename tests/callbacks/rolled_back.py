@@ -78,6 +78,7 @@ class Spy(Callback):
         self.after: dict[int, dict[str, Any]] = {}
         self.snapshots: dict[int, tuple[int, ...]] = {}
         self.has_gradients: dict[int, bool] = {}
+        self.remembered: dict[int, Any] = {}
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
@@ -88,6 +89,7 @@ class Spy(Callback):
         for callback in trainer.callbacks:
             if isinstance(callback, CosineRollback) and callback._snapshots is not None:
                 self.snapshots[trainer.global_step] = callback._snapshots.steps
+                self.remembered[trainer.global_step] = callback._watched()
 
 
 def bits(trainer: Trainer, module: nn.Module) -> dict[str, Any]:

@@ -47,6 +47,8 @@ def assert_went_back_twice(spy: Spy) -> None:
     """Restored twice, and what followed was as it had been the first time."""
     for first, again in ((4, 7), (4, 8), (5, 9), (6, 10)):
         assert not differing(spy.after[first], spy.after[again]), (first, again)
+        assert spy.remembered[first] == spy.remembered[again]
+    assert spy.remembered[4] != spy.remembered[5]
     assert [spy.has_gradients[step] for step in (6, 7, 8, 9)] == [True, False, False, True]
     changed = differing(spy.after[4], spy.after[5])
     for kind in ("module image.stem.weight", "optimizer 0 0.0 exp_avg", "torch", "scheduler", "optimizer 0 group 0 lr"):
@@ -171,14 +173,21 @@ def test_healthy_snapshots_survive_a_nan_at_the_step_of_a_new_one(rank: Rank) ->
 
 
 @on_ranks(2)
-def test_history_and_count_survive_a_checkpoint(rank: Rank) -> None:
+def resumed(rank: Rank, folder: str) -> None:
     rollback, again = watch(), watch()
-    train(rank, Faulty(nan_loss=(5, 6), rank=1), batches(8, num_rows=6), rollback)
-    again.load_state_dict(rollback.state_dict())
-    assert again.history == rollback.history
-    with pytest.raises(RuntimeError, match="gives up after 3 rollbacks"):
-        train(rank, Faulty(nan_loss=(5, 6), rank=1), batches(8, num_rows=6), again)
-    assert len(again.history) == 3
+    path = Path(folder) / "last.ckpt"
+    train(rank, Faulty(nan_loss=(5, 6), rank=1), batches(8, num_rows=6), rollback).save_checkpoint(path)
+    module = Faulty(nan_loss=(9, 11), rank=1)
+    rows = share(batches(8, num_rows=6), ROWS[2], rank.index)
+    with pytest.raises(RuntimeError, match="gives up after 3 rollbacks in this run, at step 11") as caught:
+        quiet_trainer(2, callbacks=[again], max_epochs=2).fit(module, loader(rows), ckpt_path=path)
+    assert again.history[:2] == rollback.history
+    assert told(again)[2:] == [(9, "skipped", None)]
+    assert "step 5 (epoch 0, batch 5)" in str(caught.value)
+
+
+def test_history_and_count_survive_a_checkpoint(tmp_path: Path) -> None:
+    resumed.launch(folder=str(tmp_path))
 
 
 # -- spikes, and cooling down
@@ -242,6 +251,7 @@ def test_two_optimizers_act_once_and_go_back_together(rank: Rank) -> None:
     train(rank, TwoOptimizers(nan_gradient=(6,), rank=1), batches(5, num_rows=6), rollback, spy)
     assert told(rollback) == [(7, "rolled back", 4)]
     assert not differing(spy.after[4], spy.after[8])
+    assert (spy.has_gradients[6], spy.has_gradients[8]) == (True, False)
     assert "module image.stem.weight" in differing(spy.after[4], spy.after[6])
 
 
