@@ -1,6 +1,7 @@
 """The part of the strategy that starts and ends a run: launchers, failing ranks, signals, batch counts."""
 
 import logging
+import math
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -73,6 +74,7 @@ class GuardedStrategy(DDPStrategy):
     _has_agreed_to_end = False
     _names_at_connect: frozenset[str] = frozenset()
     _checked_epoch: int | None = None
+    _ending_ranks: tuple[int, ...] = ()
 
     @property
     def has_failed(self) -> bool:
@@ -93,6 +95,14 @@ class GuardedStrategy(DDPStrategy):
         if any_rank and self._watch is not None:
             self._has_agreed_to_end = True
             self._trainer._signal_connector.received_sigterm = True
+
+    def note_ends(self, ranks: tuple[int, ...]) -> None:
+        """Have the run end after the current batch when the loaders of some ranks end with it, and others go on.
+
+        Args:
+            ranks: whose loader ends with the current batch; the same on all ranks.
+        """
+        self._ending_ranks = ranks
 
     def agree_on_termination(self) -> None:
         """Put ``termination_requested`` into what the ranks reduce next, and see to ``end_if_terminated`` then.
@@ -139,6 +149,8 @@ class GuardedStrategy(DDPStrategy):
         if self._watch is not None:
             self._watch.arrived()
             self._replace_signal_handling()
+            loop = self._trainer.fit_loop.epoch_loop
+            loop.on_advance_end = partial(self._end_batch, loop)
 
     @override
     def setup(self, trainer: Any) -> None:
@@ -212,6 +224,10 @@ class GuardedStrategy(DDPStrategy):
         if self._watch is not None and (batch_idx == 0 or epoch != self._checked_epoch):
             self._checked_epoch = epoch
             self._check_batch_counts("training", [self._trainer.num_training_batches])
+        if self._watch is not None and self._trainer.num_training_batches == math.inf:
+            progress = self._trainer.fit_loop.epoch_loop.batch_progress
+            if not self._allows_empty_loaders():
+                self._watch.note_batch(epoch, progress.current.ready, is_last=progress.is_last_batch)
 
     def on_validation_start(self) -> None:
         """Compare the number of batches over the ranks."""
@@ -234,6 +250,16 @@ class GuardedStrategy(DDPStrategy):
         if self._watch is None or self._allows_empty_loaders():
             return
         checks.check_equal_batch_counts(stage, counts)
+
+    def _end_batch(self, loop: Any, data_fetcher: Any) -> None:
+        """What the epoch loop does between the end of a batch and validation, or the next batch."""
+        ending, self._ending_ranks = self._ending_ranks, ()
+        trainer = self._trainer
+        is_over = trainer.should_stop or trainer.received_sigterm or 0 <= loop.max_steps <= loop.global_step
+        # where all ranks stop here, nobody waits for a rank that has no more batches
+        if not is_over and not self._allows_empty_loaders():
+            checks.check_equal_ends(ending, world_size=trainer.world_size, num_batches=loop.batch_idx + 1)
+        type(loop).on_advance_end(loop, data_fetcher)
 
     def _allows_empty_loaders(self) -> bool:
         # a rank without batches does not come here, and its user has said that this is meant
@@ -270,6 +296,7 @@ class GuardedStrategy(DDPStrategy):
             self._watch = None
         self._is_terminated = self._has_agreed_to_end = False
         self._checked_epoch = None
+        self._ending_ranks = ()
         self.set_world_ranks()
         world_size = dist.get_world_size() if dist.is_initialized() else self.world_size
         if world_size == 1:

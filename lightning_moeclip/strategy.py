@@ -301,6 +301,9 @@ class MoEClipStrategy(WatchedStrategy):
         self._is_stand_in = self._is_spoiled = False
         self.precision_plugin.begin_step()
         self._begin_watch()
+        reducer = None if self._corridor is None else self._corridor.reducer
+        if reducer is not None:
+            reducer.is_last_batch = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         with self._in_step(), ledger.recording() as outputs:
             output = super().training_step(*args, **kwargs)
         module = self.lightning_module
@@ -347,6 +350,7 @@ class MoEClipStrategy(WatchedStrategy):
     def _note_reduction(self, attendance: Attendance) -> None:
         self.report = GradReport(attendance, loss_scales=self.report.loss_scales)
         self.end_if_terminated(attendance.is_termination_requested)
+        self.note_ends(attendance.ending_ranks)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
 """The part of the strategy that answers callbacks: what a step's gradients were, and whether it is to be taken."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -10,10 +10,13 @@ from torch.optim import Optimizer
 
 from lightning_moeclip.checkpoints import CheckpointingStrategy
 from lightning_moeclip.gradients.collectives import sum_over
+from lightning_moeclip.gradients.comparison import Category, Comparison
 from lightning_moeclip.gradients.corridor import GradientCorridor
 from lightning_moeclip.gradients.report import GradReport, Verdict
 from lightning_moeclip.parallel import checks
 from lightning_moeclip.parallel.agreement import gather_objects
+from lightning_moeclip.state.consistency import compare_replicas, resync_replicas
+from lightning_moeclip.state.replicated import ReplicatedState
 
 __all__ = ["WatchedStrategy"]
 
@@ -93,7 +96,33 @@ class WatchedStrategy(CheckpointingStrategy):
             )
         self._reasons = (*self._reasons, reason)
 
+    def compare(self, what: Collection[Category]) -> Comparison:
+        """Whether replicas hold the same bits; one small collective when they do, see ``state.consistency``.
+
+        Args:
+            what: any of "gradients" (of the optimizer about to step), "parameters" (masters with them), "optimizer"
+                and "scaler".
+        """
+        return compare_replicas(self._replicated_state(), self.mesh, what, device=self.root_device)
+
+    def resync(self, comparison: Comparison) -> None:
+        """Give ranks that differ what the majority of their replicas holds; never gradients. A collective.
+
+        Args:
+            comparison: of ``compare``, with nothing changed since.
+        """
+        resync_replicas(self._replicated_state(), self.mesh, comparison, device=self.root_device)
+
     # -- for the strategy
+
+    def _replicated_state(self) -> ReplicatedState:
+        return ReplicatedState(
+            self.lightning_module,
+            self._plain_optimizers(),
+            masters=self._masters,
+            scaling=self.precision_plugin,
+            stepped=self._optimizer,
+        )
 
     def _learn_who_holds(self) -> bool:
         """Whether a callback, or the module, may hold a step; the same on all ranks, or an error on each."""

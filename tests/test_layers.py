@@ -38,6 +38,7 @@ COLLECTIVE_FILES = {
     "modules/global_batch.py",  # all exchanges of features and cotangents, for both losses
     "parallel/agreement.py",
     "state/canonical.py",
+    "state/consistency.py",
 }
 COLLECTIVES = {
     "all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "all_to_all_single", "barrier",

@@ -3,11 +3,13 @@
 Every method is called by all ranks at the same point of a step, and answers the same on all of them.
 """
 
+from collections.abc import Collection
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from lightning_moeclip.binding import Trainer
+from lightning_moeclip.gradients.comparison import Category, Comparison
 from lightning_moeclip.gradients.report import GradReport
 
 __all__ = ["World", "check_given_once", "world_of"]
@@ -64,6 +66,16 @@ class World(Protocol):
 
         The callback needs the attribute ``may_hold_step = True``, on which all ranks agree before the first step.
         """
+
+    def compare(self, what: Collection[Category]) -> Comparison:
+        """Whether replicas hold the same bits of what is asked for; a collective.
+
+        To be called between steps, or in ``on_before_optimizer_step`` without "scaler", whose step is not over there.
+        "gradients" are those of the optimizer that is about to step.
+        """
+
+    def resync(self, comparison: Comparison) -> None:
+        """Give ranks that differ what the majority of their replicas holds, never gradients; a collective."""
 
 
 def world_of(trainer: Trainer, callback: object) -> World:

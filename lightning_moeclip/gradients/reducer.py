@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_moeclip.gradients.buckets import Bucket, Slot
 from lightning_moeclip.gradients.collectives import sum_over
+from lightning_moeclip.gradients.rank_flags import flag_fields, flagged_ranks, num_flag_fields
 from lightning_moeclip.gradients.report import Attendance, ReductionResidual
 from lightning_moeclip.gradients.residual import ResidualSample
 from lightning_moeclip.gradients.statistics import LayerStatistics
@@ -20,8 +21,8 @@ from lightning_moeclip.parallel.plan import SyncPlan
 
 __all__ = ["Reducer"]
 
-# fields of the roll call before the presence of each parameter
-_STEP, _STEP_SQUARED, _LIVE, _SPOILED, _LATE, _UNPLANNED, _TERMINATE, _NUM_FIELDS = range(8)
+# fields of the roll call before the presence of each parameter; flags of more than 52 ranks take further ones
+_STEP, _STEP_SQUARED, _LIVE, _SPOILED, _LATE, _UNPLANNED, _TERMINATE, _LAST_BATCH, _NUM_FIELDS = range(9)
 
 
 class Reducer:
@@ -32,6 +33,7 @@ class Reducer:
         is_live: this rank's loss counts; False while a zero stands in for a missing one, whose zero gradients then
             are those of a parameter that was not used.
         is_termination_requested: goes into the roll call, so that all ranks learn of it.
+        is_last_batch: this rank's loader ends with the batch at hand; goes into the roll call too.
         step: number of training steps that this rank has begun, which must be the same on all ranks.
         is_residual_asked: the next reduction compares a sample with float32; the same on all ranks.
         residual: what that comparison found, until the next reduction; None when there was none.
@@ -71,6 +73,7 @@ class Reducer:
         self.is_paused = False
         self.is_live = True
         self.is_termination_requested = False
+        self.is_last_batch = False
         self.step = 0
         self.is_residual_asked = False
         self.residual: ReductionResidual | None = None
@@ -93,7 +96,8 @@ class Reducer:
             for bucket in plan.buckets
         ]
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
-        self._roll = torch.zeros(_NUM_FIELDS + len(self._slots), dtype=torch.float64, device=self._roll_device())
+        self._num_fields = _LAST_BATCH + num_flag_fields(mesh.world_size)
+        self._roll = torch.zeros(self._num_fields + len(self._slots), dtype=torch.float64, device=self._roll_device())
         self._order = list(self.buckets)
         self._next = 0
         self._is_open = False
@@ -217,7 +221,8 @@ class Reducer:
     @property
     def _is_watched(self) -> bool:
         """Whether gradients are read before they are reduced, for which all of them have to be there."""
-        return self.is_residual_asked or (self._statistics is not None and self._statistics.is_asked)
+        is_sampled = self.is_residual_asked and any(map(ResidualSample.covers, self.buckets))
+        return is_sampled or (self._statistics is not None and self._statistics.is_asked)
 
     def _launch_ready(self) -> None:
         if self._is_watched:
@@ -277,23 +282,33 @@ class Reducer:
         roll[_LATE] = float(sum(slot.is_late for slot in self._slots))
         roll[_UNPLANNED] = float(self._count_unplanned())
         roll[_TERMINATE] = float(self.is_termination_requested)
-        for index, slot in enumerate(self._slots, start=_NUM_FIELDS):
+        roll[_LAST_BATCH : self._num_fields] = flag_fields(
+            self.is_last_batch, rank=self._mesh.rank, world_size=world_size
+        )
+        for index, slot in enumerate(self._slots, start=self._num_fields):
             if slot.is_present:
                 roll[index] = 1.0 if slot.num_fired == 1 else world_size + 1.0
         self._roll.copy_(torch.tensor(roll, dtype=torch.float64))
         totals = sum_over(self._roll, self._mesh.gradient_groups["dp"]).tolist()
         if world_size * totals[_STEP_SQUARED] != totals[_STEP] ** 2:
+            ending = flagged_ranks(totals[_LAST_BATCH : self._num_fields])
             raise RuntimeError(
                 f"The ranks reduce gradients of different steps: this rank is in step {self.step}, and "
-                f"{totals[_STEP] / world_size:g} is the mean. A rank has left out a backward. In manual optimization "
-                "every rank calls backward equally often: let one that has no loss call it on a zero."
+                f"{totals[_STEP] / world_size:g} is the mean. "
+                + (
+                    f"The loaders of ranks {list(ending)} have ended. Where gradients accumulate, a rank steps on its "
+                    "last batch while the others go on: give every rank the same number of batches."
+                    if ending
+                    else "A rank has left out a backward. In manual optimization every rank calls backward equally "
+                    "often: let one that has no loss call it on a zero."
+                )
             )
         return totals
 
     def _hand_out(self, totals: list[float]) -> Attendance:
         absent = []
         is_any = totals[_LIVE] > 0 and totals[_SPOILED] == 0
-        for slot, presence in zip(self._slots, totals[_NUM_FIELDS:], strict=True):
+        for slot, presence in zip(self._slots, totals[self._num_fields :], strict=True):
             is_present = presence > 0 and is_any
             if not is_present:
                 absent.append(slot.planned.name)
@@ -306,13 +321,14 @@ class Reducer:
             absent=tuple(absent),
             is_spoiled=totals[_SPOILED] > 0,
             is_termination_requested=totals[_TERMINATE] > 0,
+            ending_ranks=flagged_ranks(totals[_LAST_BATCH : self._num_fields]),
         )
 
     def _learn_order(self, totals: list[float]) -> None:
         """Move buckets whose gradients do not all come exactly once behind the others, equally on all ranks."""
         if totals[_LIVE] < self._mesh.world_size:
             return  # a rank without a loss says nothing about which gradients come
-        presence = iter(totals[_NUM_FIELDS:])
+        presence = iter(totals[self._num_fields :])
         for bucket in self.buckets:
             counts = [next(presence) for _ in bucket.slots]
             is_steady = all(count == self._mesh.world_size for count in counts)

@@ -28,12 +28,14 @@ class Attendance:
             gradient.
         absent: parameters without a gradient on any rank; their ``.grad`` is None.
         is_termination_requested: some rank was told to end.
+        ending_ranks: whose loader ends with this batch, where that is known before it does.
     """
 
     num_live_ranks: int
     absent: tuple[str, ...] = ()
     is_spoiled: bool = False
     is_termination_requested: bool = False
+    ending_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

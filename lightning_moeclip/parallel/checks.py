@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from lightning_moeclip.parallel.roles import ParamRole, spreadable_layers
 __all__ = [
     "check_at_least_one",
     "check_equal_batch_counts",
+    "check_equal_ends",
     "check_no_foreign_slices",
     "check_one_optimizer_each",
     "check_same_on_all_ranks",
@@ -23,6 +24,7 @@ __all__ = [
     "check_strided_gradients",
     "dtype_named",
     "refuse_ddp_arguments",
+    "unequal_batch_counts",
     "warn_of_batch_norm",
     "warn_of_scale_decay",
     "warn_on_first_rank",
@@ -133,11 +135,39 @@ def check_equal_batch_counts(stage: str, counts: Sequence[int | float]) -> None:
         RuntimeError: on every rank, when they differ.
     """
     by_rank = gather_objects(tuple(counts))
-    if len(set(by_rank)) == 1:
-        return
-    told = ", ".join(f"rank {rank}: {' + '.join(map(str, row))}" for rank, row in enumerate(by_rank))
+    if len(set(by_rank)) > 1:
+        told = ", ".join(f"rank {rank}: {' + '.join(map(str, row))}" for rank, row in enumerate(by_rank))
+        raise RuntimeError(unequal_batch_counts(stage, told))
+
+
+def check_equal_ends(ending: Collection[int], *, world_size: int, num_batches: int) -> None:
+    """Refuse training loaders of unknown length that end on some ranks alone.
+
+    Args:
+        ending: ranks whose loader has ended, the same on all ranks.
+        world_size: number of ranks.
+        num_batches: what each rank has had in this epoch.
+
+    Raises:
+        RuntimeError: on every rank, when some have ended and some have not.
+    """
+    if 0 < len(ending) < world_size:
+        told = ", ".join(
+            f"rank {rank}: {num_batches if rank in ending else f'more than {num_batches}'}"
+            for rank in range(world_size)
+        )
+        raise RuntimeError(unequal_batch_counts("training", told))
+
+
+def unequal_batch_counts(stage: str, told: str) -> str:
+    """What is wrong with different numbers of batches, and what to write.
+
+    Args:
+        stage: "training", "validation" or "test".
+        told: the numbers by rank.
+    """
     limit = {"training": "train", "validation": "val"}.get(stage, stage)
-    raise RuntimeError(
+    return (
         f"The ranks have different numbers of {stage} batches ({told}), and each batch is a collective: the run "
         "would hang at the end of the shortest. Give every rank the same number, with a sampler that pads or "
         f"drops (torch.utils.data.DistributedSampler) or Trainer(limit_{limit}_batches=...)."

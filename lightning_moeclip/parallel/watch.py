@@ -22,10 +22,14 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from lightning_moeclip.parallel.checks import unequal_batch_counts
+
 __all__ = ["Failure", "FailureWatch", "client_at", "client_of"]
 
 POLL_S = 0.25
-GRACE_S = 3.0  # two of them and a slow interpreter exit stay under the 10 s in which the run has to end
+GRACE_S = 3.0  # three of them stay under the 10 s in which the run has to end
+BUSY_GRACES = 2.0  # a rank that computes is not stuck, on a busy machine it is slow: it gets so much longer
+BUSY_S = 0.005  # of computing between two polls; a wait in a collective of gloo takes nothing
 SAVING_S = 60.0  # longest that the others wait for a failing rank that writes what it holds
 LOST_POLLS = 4  # polls without an answer after which the store counts as gone
 _STORE_TIMEOUT = timedelta(seconds=5)
@@ -93,7 +97,8 @@ class FailureWatch:
         world_size: number of ranks, at least 2.
         connect: makes a store client, or returns None while the store is not there.
         startup_timeout_s: seconds that the ranks have to arrive at ``arrived``.
-        grace_s: seconds that this process has to end by itself after a failure anywhere.
+        grace_s: seconds that this process has to end by itself after a failure anywhere, when its main thread waits
+            in one call, as in a collective; twice as long when it computes.
         before_end: called before this process is ended, to end what it started.
     """
 
@@ -110,7 +115,7 @@ class FailureWatch:
         self.rank = rank
         self.world_size = world_size
         self.own: Failure | None = None  # of this rank
-        self.seen: Failure | None = None  # of another rank, or of the store
+        self.seen: Failure | None = None  # of another rank, of the store, or of the loaders
         self._connect = connect
         self._store: Store | None = None
         self._startup_timeout_s = startup_timeout_s
@@ -118,7 +123,10 @@ class FailureWatch:
         self._before_end = before_end
         self._key = f"moeclip/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_runs)}"
         self._began = time.monotonic()
-        self._stuck_since: float | None = None
+        self._failing_since: float | None = None
+        self._stuck_since = 0.0
+        self._computed_s = 0.0
+        self._batch: tuple[int, int] | None = None
         self._is_inside = True
         self._is_starting = True
         self._is_publishing = False
@@ -163,6 +171,25 @@ class FailureWatch:
         if self.seen is not None and is_lost_peer(error):
             return RuntimeError(f"rank {self.rank} was ended because {self.seen.told()}")
         return None
+
+    def note_batch(self, epoch: int, number: int, *, is_last: bool) -> None:
+        """Say that this rank has begun a training batch of a loader whose length nobody knows.
+
+        A rank whose loader ends while the others gather gradients waits in a reduction that they never come to, and
+        they perhaps in a layer. So it leaves the number of its batches in the store: a rank that has begun more knows.
+
+        Args:
+            epoch: of the batch.
+            number: of the batch in its epoch, from 1.
+            is_last: this rank's loader ends with it.
+        """
+        self._batch = (epoch, number)
+        if not is_last:
+            return
+        with suppress(RuntimeError):
+            store = self._store or self._connect()
+            if store is not None:
+                store.compare_set(f"{self._key}/last/{epoch}", "", json.dumps([self.rank, number]))
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -221,18 +248,36 @@ class FailureWatch:
                 self.seen = found
                 _write(f"[rank {self.rank}] rank {found.rank} failed with {found.error}\n")
 
+        if self.failure is None and self._batch is not None:
+            self._compare_batches(self._store, *self._batch)
+
+    def _compare_batches(self, store: Store, epoch: int, number: int) -> None:
+        if store.check([f"{self._key}/last/{epoch}"]):
+            rank, last = json.loads(store.get(f"{self._key}/last/{epoch}"))
+            if number > last:
+                told = f"rank {rank}: {last}, rank {self.rank}: more than {last}"
+                own = Failure(self.rank, f"RuntimeError: {unequal_batch_counts('training', told)}")
+                # nobody raises it: the main thread waits, and is to hear of it as of another rank's failure
+                self.seen = _decode(store.compare_set(f"{self._key}/failure", "", json.dumps(asdict(own))))
+
     def _end_when_stuck(self, failure: Failure) -> None:
         # a caller who caught the error may go on for as long as he likes
         if not self._is_inside and threading.main_thread().is_alive():
-            self._stuck_since = None
+            self._failing_since = None
             return
         now = time.monotonic()
-        self._stuck_since = self._stuck_since or now
-        stuck_s = now - self._stuck_since
+        computed_s = _computed_by_main_thread_s()
+        if self._failing_since is None or computed_s - self._computed_s > BUSY_S:
+            self._stuck_since = now
+        self._computed_s = computed_s
+        self._failing_since = self._failing_since or now
+        failing_s = now - self._failing_since
         # the rank with the cause gets longer: its hooks and its exit are what the user wants to see
-        if stuck_s < self._grace_s + (1.0 if self.own else 0.0):
+        extra_s = 1.0 if self.own else 0.0
+        is_stuck = now - self._stuck_since >= self._grace_s + extra_s
+        if not is_stuck and failing_s < BUSY_GRACES * self._grace_s + extra_s:
             return
-        if self._is_inside and stuck_s < SAVING_S and self._is_anybody_saving():
+        if self._is_inside and failing_s < SAVING_S and self._is_anybody_saving():
             return
         self._end(failure.told())
 
@@ -268,6 +313,14 @@ class FailureWatch:
 
 def _decode(record: bytes) -> Failure:
     return Failure(**json.loads(record))
+
+
+def _computed_by_main_thread_s() -> float:
+    """CPU time of the main thread; 0.0 where the system does not tell, or the thread has ended."""
+    main = threading.main_thread()
+    if not hasattr(time, "pthread_getcpuclockid") or main.ident is None or not main.is_alive():
+        return 0.0
+    return time.clock_gettime(time.pthread_getcpuclockid(main.ident))
 
 
 def _write(text: str) -> None:

@@ -203,15 +203,11 @@ def test_many_pictures_of_two_towers_are_one_run_and_open_no_more_files(tmp_path
     assert len(list(tmp_path.rglob("events*"))) == 1
 
 
-class Counts(TwoTowers):
-    """Experts of the image tower count their tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image.moe.training_load = {None: torch.tensor([100, 0, 0, 0])}
-
-    def on_train_batch_end(self, *args: object) -> None:
-        self.image.moe.training_load = {None: self.image.moe.training_load[None] + torch.tensor([1, 3, 0, 0])}
+def counted() -> TwoTowers:
+    """A module whose image tower has counted tokens before the fit."""
+    module = TwoTowers()
+    module.image.moe._load.add(None, torch.tensor([100, 0, 0, 0]), None)
+    return module
 
 
 def load_rows(callback: VarianceHeatmap) -> tuple[dict[str, list[float]], str]:
@@ -220,8 +216,14 @@ def load_rows(callback: VarianceHeatmap) -> tuple[dict[str, list[float]], str]:
 
 def test_load_of_rank_0_since_the_picture_before_is_a_panel(tmp_path: Path) -> None:
     callback = VarianceHeatmap(every_n_steps=1)
-    fit(tmp_path, callback, num_batches=3, module=Counts())
-    assert load_rows(callback) == ({"image.moe": [3, 9, 0, 0]}, "rank 0")
+    module = counted()
+    fit(tmp_path, callback, num_batches=3, module=module)
+    wanted = {
+        "image.moe": (module.image.moe.training_load[None] - torch.tensor([100, 0, 0, 0])).tolist(),
+        "text.moe": module.text.moe.training_load[None].tolist(),
+    }
+    assert sum(wanted["image.moe"]) == 3 * 8 * 2  # batches, rows, choices
+    assert load_rows(callback) == (wanted, "rank 0")
 
 
 class TellsLoad(Callback):
@@ -232,7 +234,7 @@ class TellsLoad(Callback):
 
 def test_load_of_all_ranks_is_taken_where_it_is_known(tmp_path: Path) -> None:
     callback = VarianceHeatmap(every_n_steps=1)
-    fit(tmp_path, TellsLoad(), callback, num_batches=1, module=Counts())
+    fit(tmp_path, TellsLoad(), callback, num_batches=1, module=counted())
     assert load_rows(callback) == ({"image.moe": [0.25, 0.75], "x image": [1.0]}, "all ranks")
 
 

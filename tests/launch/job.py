@@ -1,7 +1,8 @@
 """A training script that fails in the way its arguments say; the tests run it as users would.
 
 ``python job.py OUT PLAN...``: the steps of the plan one after another, in one launch. Each rank prints the time
-at which it does what the others must not wait for.
+at which it does what the others must not wait for. ``ACT:RANK`` acts before a step, on one of two ranks,
+``ACT:RANK:W`` inside a callback, on one of W ranks that sum something in it.
 """
 
 import atexit
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 
 # the only place that names the strategy under test
 from lightning_moeclip.strategy import MoEClipStrategy as Strategy
+from tests.launch.watchful import Watchful
 
 
 class UserError(Exception):
@@ -72,10 +74,23 @@ def fail_and_stay() -> None:
     fail()
 
 
-def fit(out: str, *callbacks: Callback, steps: int = 6, val_steps: int = 0, late: bool = False, start="popen") -> Any:
+def now(act: Any) -> Any:
+    """``act``, with its time told, while the others wait already."""
+
+    def do() -> None:
+        time.sleep(0.3)
+        say(f"NOW {time.time():.3f}")
+        act()
+
+    return do
+
+
+def fit(
+    out: str, *callbacks: Callback, steps: int = 6, val_steps: int = 0, late: bool = False, start="popen", devices=2
+) -> Any:
     trainer = Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=devices,
         strategy=Strategy(process_group_backend="gloo", start_method=start),
         max_epochs=1,
         logger=False,
@@ -119,7 +134,7 @@ def run(step: str, out: str) -> None:
     elif step == "fork_late":
         refused(Exception, out=out, start="fork", late=True)
     else:
-        act, bad = step.split(":")
+        act, bad, *devices = step.split(":")
         act = {
             "fail": fail,
             "checkpoint": fail,
@@ -130,7 +145,10 @@ def run(step: str, out: str) -> None:
             "wait": lambda: time.sleep(60),
         }[act]
         callbacks = [OnExceptionCheckpoint(out)] if step.startswith("checkpoint") else []
-        fit(out, At(int(bad), act), *callbacks)
+        if devices:
+            fit(out, Watchful(int(bad), now(act)), devices=int(devices[0]))
+        else:
+            fit(out, At(int(bad), act), *callbacks)
         say("not reached")
 
 

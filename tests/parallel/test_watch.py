@@ -67,6 +67,23 @@ def test_caught_error_leaves_the_process_alone(rank: Rank) -> None:
 
 
 @on_ranks(2)
+def rank_1_fails_and_rank_0_is_slow(rank: Rank, seconds: float) -> None:
+    watch = started(watch_of(rank))
+    wait_for(lambda: watch._store)
+    dist.barrier()
+    if rank.index == 1:
+        watch.publish(planted())
+        watch.leave()
+    else:
+        wait_for(lambda: watch.failure)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            pass
+        watch.leave()
+    dist.barrier()
+
+
+@on_ranks(2)
 def rank_1_writes_for_a_while(rank: Rank, folder: str) -> None:
     watch = started(watch_of(rank))
     wait_for(lambda: watch._store)
@@ -146,6 +163,13 @@ def test_rank_in_a_collective_is_ended_with_the_traceback_of_the_other(tmp_path:
     assert time.monotonic() - began < 10.0
     assert "[rank 0] ended because rank 1 failed with KeyError: 'planted'\nTraceback" in text_of(tmp_path, 0)
     assert 'raise KeyError("planted")' in text_of(tmp_path, 0)
+
+
+def test_a_slow_rank_that_computes_has_twice_as_long_as_one_that_is_stuck() -> None:
+    rank_1_fails_and_rank_0_is_slow.launch(seconds=1.3 * GRACE_S)
+    with pytest.raises(RanksFailed) as caught:
+        rank_1_fails_and_rank_0_is_slow.launch(seconds=30.0)
+    assert caught.value.failures[0] == "ended with exit code 1"
 
 
 def test_the_others_wait_for_a_rank_that_writes_its_shard(tmp_path: Path) -> None:

@@ -1,0 +1,173 @@
+"""``ResidualResync``: replicas that no longer hold the same bits are found, told of and made equal again."""
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from lightning_moeclip.binding import Callback, LightningModule, Trainer
+from lightning_moeclip.callbacks.world import World, check_given_once, world_of
+from lightning_moeclip.gradients.comparison import Category, Comparison
+from lightning_moeclip.monitor.consistency import ConsistencyMonitor, ConsistencySettings
+
+__all__ = ["ResidualResync"]
+
+_BETWEEN_STEPS: tuple[Category, ...] = ("parameters", "optimizer", "scaler")
+_REDUCED: tuple[Category, ...] = ("gradients",)
+_WITHIN_A_STEP: tuple[Category, ...] = ("parameters", "optimizer")
+_MAX_NAMES = 4
+
+
+class ResidualResync(Callback):
+    """Compares replicas bit by bit every few steps, and gives those that differ what the majority holds.
+
+    Before a step: parameters with their masters, optimizer state and the loss scale. What differs is copied from the
+    majority of its replica group, of the lowest rank on a tie, and the step goes on. After the reduction of the same
+    step: gradients; where they differ, no rank takes the step, and they are dropped. The same once more when training
+    ends. Buffers are not compared: ranks may hold different ones until the strategy broadcasts them.
+
+    Where gradients travel in 16 bits, a sample of them is also summed in float32. A residual above ``threshold`` times
+    eps(dtype) / eps(float16) * sqrt(W / 2) of their L1 norm is told, one from ``critical_factor`` times that holds the
+    step, and replicas are compared.
+
+    Logs ``grad_residual/mismatches``, ``grad_residual/resyncs`` and, with a low-precision reduction,
+    ``grad_residual/relative``. A tensor that has to be mended a fourth time ends the run on all ranks.
+
+    Args:
+        threshold: of the relative L1 residual of a reduction in float16 over 2 ranks.
+        critical_factor: how many times ``threshold`` is too much.
+        every_n_steps: optimizer steps between two comparisons.
+
+    Raises:
+        ValueError: a value out of its range, or two of these callbacks in one Trainer.
+        TypeError: a strategy other than ``MoEClipStrategy``.
+        RuntimeError: on every rank, when the same tensor differs for the fourth time.
+    """
+
+    may_hold_step = True
+
+    def __init__(self, *, threshold: float = 1e-3, critical_factor: float = 3.0, every_n_steps: int = 50) -> None:
+        super().__init__()
+        self.settings = ConsistencySettings(threshold, critical_factor, every_n_steps)
+        self._monitor: ConsistencyMonitor | None = None
+        self._is_due = self._has_looked = self._has_warned = self._has_told_unwatched = False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            world_of(trainer, self)
+            check_given_once(trainer, self)
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        world = world_of(trainer, self)
+        self._monitor = ConsistencyMonitor(self.settings, world_size=world.world_size)
+        self._is_due = self._has_looked = self._has_warned = self._has_told_unwatched = False
+        if world.world_size == 1:
+            self._monitor = None
+            warnings.warn(
+                "ResidualResync on one process compares nothing: there is no other replica. Leave it out, or train on "
+                "more devices.",
+                stacklevel=2,
+            )
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._monitor is None:
+            return
+        if self._monitor.is_due(trainer.global_step):
+            self._is_due = True
+            self._look(trainer, _BETWEEN_STEPS)
+        if self._is_due:  # in each micro-batch
+            world_of(trainer, self).ask_for_residual()
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        if not self._is_due:
+            return
+        self._has_looked = True
+        assert self._monitor is not None, "nothing is due on one process"
+        world = world_of(trainer, self)
+        residual = world.report.residual
+        level = "ok" if residual is None else self._monitor.judge_residual(residual)
+        comparison = world.compare(_REDUCED)
+        reasons = [self._note(trainer, comparison)]
+        if residual is not None and level != "ok":
+            reasons.append(self._monitor.residual_story(residual, step=trainer.global_step))
+            self._warn_of_residual(trainer, reasons[-1], is_held=level == "critical")
+        if level == "critical" or not comparison.is_equal:
+            world.hold_step("ResidualResync: " + "\n".join(filter(None, reasons)))
+            # the scaler is in the middle of its step
+            self._look(trainer, _WITHIN_A_STEP)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._has_looked:
+            self._log(trainer)
+            self._is_due = self._has_looked = False
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._monitor is not None:
+            # what is saved from now on is the same on all ranks
+            self._look(trainer, _BETWEEN_STEPS)
+            self._log(trainer)
+
+    def _look(self, trainer: Trainer, what: tuple[Category, ...]) -> None:
+        world: World = world_of(trainer, self)
+        comparison = world.compare(what)
+        self._note(trainer, comparison)
+        if not comparison.is_equal:
+            world.resync(comparison)
+
+    def _note(self, trainer: Trainer, comparison: Comparison) -> str:
+        assert self._monitor is not None, "nothing is compared on one process"
+        if comparison.unwatched and not self._has_told_unwatched:
+            self._has_told_unwatched = True
+            _warn(trainer, _of_unwatched(comparison.unwatched))
+        story = self._monitor.judge(comparison, step=trainer.global_step)
+        if story:
+            _warn(trainer, f"ResidualResync: {story}")
+        return story
+
+    def _warn_of_residual(self, trainer: Trainer, story: str, *, is_held: bool) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            outcome = "the step is held" if is_held else "the step is taken"
+            _warn(
+                trainer,
+                f"ResidualResync: {story}; {outcome}, and what is found of later ones is only logged. Write "
+                "MoEClipStrategy(gradient_dtype=None) to sum gradients in their own dtype, or a larger threshold=...",
+            )
+
+    def _log(self, trainer: Trainer) -> None:
+        monitor = self._monitor
+        assert monitor is not None, "nothing is counted on one process"
+        metrics = {
+            "grad_residual/mismatches": float(monitor.num_mismatches),
+            "grad_residual/resyncs": float(monitor.num_resyncs),
+        }
+        if not math.isnan(monitor.relative):
+            metrics["grad_residual/relative"] = monitor.relative
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def _warn(trainer: Trainer, message: str) -> None:
+    """Warn once for all ranks, which all find the same."""
+    if trainer.is_global_zero:
+        warnings.warn(message, stacklevel=3)
+
+
+def _of_unwatched(names: tuple[str, ...]) -> str:
+    shown = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
+    return (
+        f"ResidualResync: {len(names)} parameter(s) of this rank have no other replica and are not watched: {shown}. "
+        "Use a smaller expert_parallel_size, or more devices, to have each expert on two ranks or more."
+    )

@@ -1,0 +1,312 @@
+"""The faults behind ``inject``: callbacks that are given to the Trainer on every rank and act on one of them."""
+
+import difflib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_moeclip.binding import Callback, LightningModule, Trainer
+from lightning_moeclip.gradients.buckets import Bucket, Slot
+from lightning_moeclip.parallel.roles import read_roles
+from lightning_moeclip.strategy import MoEClipStrategy
+
+__all__ = ["FAULTS", "Fault", "InjectedFault", "ScaleGrad", "Stall"]
+
+
+class InjectedFault(Exception):
+    """What ``inject("exception", ...)`` raises."""
+
+
+class Fault(Callback):
+    """A fault that waits for its step on its rank.
+
+    Attributes:
+        step: ``trainer.global_step`` when a batch begins.
+        rank: where it acts.
+        parameter: the one that it acts on; None is each fault's own choice.
+        fired: the step in which it acted in the last fit, on its own rank; None before, and on the other ranks.
+    """
+
+    name = ""
+
+    def __init__(self, step: int, rank: int, *, parameter: str | None = None) -> None:
+        self.step = step
+        self.rank = rank
+        self.parameter = parameter
+        self.fired: int | None = None
+        self._is_armed = False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check that the rank exists, and make ready for a fit."""
+        if self.rank >= trainer.world_size:
+            raise ValueError(
+                f"{self} on {trainer.world_size} rank(s): there is no rank {self.rank}. "
+                f"Write rank=0 to {trainer.world_size - 1}, or Trainer(devices={self.rank + 1})."
+            )
+        if stage == "fit":
+            self.fired = None
+            self._is_armed = False
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check that the parameter exists, which ``configure_model`` may have made."""
+        if self.parameter is not None:
+            self._named(pl_module)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Arm the fault in the first batch of its step."""
+        is_here = trainer.global_rank == self.rank and trainer.global_step == self.step
+        if is_here and self.fired is None and not self._is_armed:
+            self._is_armed = True
+            self._arm(trainer, pl_module)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Disarm it in the last batch of its step."""
+        if self._is_armed and trainer.global_step != self.step:
+            self._is_armed = False
+            self._end_step(trainer, pl_module)
+            self._disarm()
+            if self.fired is None:
+                raise RuntimeError(f"{self} did not happen: {self._why_not()}")
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take every hook away, also after a run that failed within the step."""
+        self._is_armed = False
+        self._disarm()
+
+    def __repr__(self) -> str:
+        named = "" if self.parameter is None else f", parameter={self.parameter!r}"
+        return f"inject({self.name!r}, step={self.step}, rank={self.rank}{named})"
+
+    def _arm(self, trainer: Trainer, module: LightningModule) -> None:
+        """Act, or prepare to, before the first batch of the step; on the faulty rank alone, like all below."""
+
+    def _end_step(self, trainer: Trainer, module: LightningModule) -> None:
+        """Act after the last batch of the step."""
+
+    def _disarm(self) -> None:
+        """Leave nothing behind."""
+
+    def _why_not(self) -> str:
+        what = "no parameter" if self.parameter is None else self.parameter
+        return f"{what} got a gradient that it could act on on rank {self.rank} in step {self.step}."
+
+    def _fire(self) -> None:
+        self.fired = self.step
+
+    def _named(self, module: LightningModule) -> nn.Parameter:
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        found = parameters.get(self.parameter or "")
+        if found is None or not found.numel():
+            close = difflib.get_close_matches(self.parameter or "", parameters, n=3, cutoff=0.4) or list(parameters)[:3]
+            what = "no parameter of that name" if found is None else "no element in it"
+            raise ValueError(f"{self}: {what}. Close to it are {', '.join(map(repr, close))}.")
+        return found
+
+    def _all_or_named(self, module: LightningModule) -> list[nn.Parameter]:
+        return list(module.parameters()) if self.parameter is None else [self._named(module)]
+
+    def _first_dense_or_named(self, trainer: Trainer, module: LightningModule) -> nn.Parameter:
+        if self.parameter is not None:
+            return self._named(module)
+        roles = read_roles(module)
+        trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.numel()]
+        return min(trained, key=lambda item: roles[item[0]].kind != "dense")[1]
+
+
+class _LocalGradients(Fault):
+    """Changes what autograd is about to add to ``.grad`` of some parameters, before anybody reduces it."""
+
+    def __init__(self, step: int, rank: int, *, parameter: str | None = None) -> None:
+        super().__init__(step, rank, parameter=parameter)
+        self._nodes: list[torch.autograd.graph.Node] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def _watch(self, parameters: list[nn.Parameter], change: Callable[[Tensor], Tensor]) -> None:
+        @torch.no_grad()
+        def before_accumulation(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return (change(gradients[0]),)
+
+        for parameter in parameters:
+            if parameter.requires_grad:
+                # not a hook of the tensor, which torch.autograd.grad calls too
+                node = torch.autograd.graph.get_gradient_edge(parameter).node
+                self._nodes.append(node)  # autograd makes a new one, without the hook, when nobody holds it
+                self._handles.append(node.register_prehook(before_accumulation))
+
+    @override
+    def _disarm(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._nodes.clear()
+
+
+class NanGrad(_LocalGradients):
+    name = "nan_grad"
+
+    @override
+    def _arm(self, trainer: Trainer, module: LightningModule) -> None:
+        self._watch([self._first_dense_or_named(trainer, module)], self._change)
+
+    def _change(self, gradient: Tensor) -> Tensor:
+        if self.fired is not None:
+            return gradient
+        self._fire()
+        changed = gradient.clone()
+        changed[(0,) * changed.ndim] = float("nan")
+        return changed
+
+
+class ScaleGrad(_LocalGradients):
+    """Gradients of one rank that are ``factor`` times too large."""
+
+    name = "scale_grad"
+
+    def __init__(self, step: int, rank: int, *, parameter: str | None = None, factor: float) -> None:
+        super().__init__(step, rank, parameter=parameter)
+        self.factor = factor
+
+    @override
+    def _arm(self, trainer: Trainer, module: LightningModule) -> None:
+        self._watch(self._all_or_named(module), self._change)
+
+    def _change(self, gradient: Tensor) -> Tensor:
+        self._fire()
+        return gradient * self.factor
+
+
+class SignFlip(Fault):
+    name = "sign_flip"
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Flip the sign of what the reduction has left on this rank."""
+        # while a step accumulates nothing is reduced yet
+        if not self._is_armed or self.fired is not None or trainer.fit_loop._should_accumulate():
+            return
+        for gradient in [p.grad for p in self._all_or_named(pl_module) if p.grad is not None]:
+            gradient.neg_()
+            self._fire()
+
+
+class DropReduce(_LocalGradients):
+    name = "drop_reduce"
+
+    def __init__(self, step: int, rank: int, *, parameter: str | None = None) -> None:
+        super().__init__(step, rank, parameter=parameter)
+        self._wrapped: list[Bucket] = []
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check that the reduction is ours."""
+        if not isinstance(trainer.strategy, MoEClipStrategy):
+            raise TypeError(
+                f"{self} reaches into the reduction of MoEClipStrategy, and the strategy is "
+                f"{type(trainer.strategy).__name__}. Write Trainer(strategy=MoEClipStrategy(), ...)."
+            )
+        super().setup(trainer, pl_module, stage)
+
+    @override
+    def _arm(self, trainer: Trainer, module: LightningModule) -> None:
+        chosen = {id(p) for p in self._all_or_named(module)}
+
+        def on_first_gradient(gradient: Tensor) -> Tensor:
+            # only now: buckets may be made anew between the start of a batch and its backward
+            reducer = trainer.strategy._corridor.reducer
+            if self.fired is None and not self._wrapped and reducer is not None and not reducer.is_paused:
+                for bucket in reducer.buckets:
+                    self._wrap(bucket, [slot for slot in bucket.slots if id(slot.parameter) in chosen])
+            return gradient
+
+        self._watch(list(module.parameters()), on_first_gradient)
+
+    def _wrap(self, bucket: Bucket, slots: list[Slot]) -> None:
+        """Have ``slots`` hold after the sum what this rank put into it."""
+        if bucket.group is None or not slots:
+            return
+        launch, wait = bucket.launch, bucket.wait
+        kept: list[Tensor] = []
+
+        def launch_and_keep() -> None:
+            bucket.close()
+            kept.extend(slot.view.clone() for slot in slots)
+            launch()
+
+        def wait_and_put_back() -> None:
+            wait()
+            for slot, own in zip(slots, kept, strict=True):
+                slot.view.copy_(own)
+            self._unwrap(bucket)
+            self._fire()
+
+        self._wrapped.append(bucket)
+        vars(bucket).update(launch=launch_and_keep, wait=wait_and_put_back)
+
+    def _unwrap(self, bucket: Bucket) -> None:
+        for name in ("launch", "wait"):
+            vars(bucket).pop(name, None)
+
+    @override
+    def _disarm(self) -> None:
+        super()._disarm()
+        for bucket in self._wrapped:
+            self._unwrap(bucket)
+        self._wrapped.clear()
+
+    @override
+    def _why_not(self) -> str:
+        return f"rank {self.rank} reduced nothing in step {self.step}, or shares it with no other rank."
+
+
+class Desync(Fault):
+    name = "desync"
+
+    @override
+    def _end_step(self, trainer: Trainer, module: LightningModule) -> None:
+        parameter = self._first_dense_or_named(trainer, module)
+        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
+        index = torch.unravel_index(parameter.detach().abs().argmax(), parameter.shape)
+        # bits of a float, read as an integer, count in its ulps; with the version counter, which tells a master
+        with torch.no_grad():
+            parameter.detach()[index].view(integers).add_(1)
+        self._fire()
+
+
+class Stall(Fault):
+    """A rank that comes late."""
+
+    name = "stall"
+
+    def __init__(self, step: int, rank: int, *, seconds: float) -> None:
+        super().__init__(step, rank)
+        self.seconds = seconds
+
+    @override
+    def _arm(self, trainer: Trainer, module: LightningModule) -> None:
+        self._fire()
+        time.sleep(self.seconds)
+
+
+class Raise(Fault):
+    name = "exception"
+
+    @override
+    def _arm(self, trainer: Trainer, module: LightningModule) -> None:
+        self._fire()
+        raise InjectedFault(f"{self}: step {self.step} on rank {self.rank}")
+
+
+FAULTS: dict[str, type[Fault]] = {
+    kind.name: kind for kind in (NanGrad, ScaleGrad, SignFlip, DropReduce, Desync, Stall, Raise)
+}

@@ -1,0 +1,73 @@
+"""One fault at one step on one rank, planted on purpose: what a run that watches itself must find."""
+
+from lightning_moeclip.testing.faults import FAULTS, Fault, ScaleGrad, Stall
+
+__all__ = ["inject"]
+
+
+def inject(
+    fault: str,
+    step: int,
+    rank: int,
+    *,
+    parameter: str | None = None,
+    factor: float = 1e6,
+    seconds: float = 1.0,
+) -> Fault:
+    """A callback that plants one fault at a step on a rank, once in a fit; give it to the Trainer on every rank.
+
+    ``"nan_grad"``: the first element of a parameter's gradient is NaN on that rank, before it is reduced.
+    ``"scale_grad"``: that rank's gradients of the step are multiplied by ``factor``, before they are reduced.
+    ``"sign_flip"``: the reduced gradients change their sign on that rank alone, after the first backward of the step
+    that reduces, and before ``on_after_backward`` of callbacks that come later in the list.
+    ``"drop_reduce"``: that rank takes part in the reduction and keeps what it put in, its own gradient / W.
+    ``"desync"``: the largest element of a parameter moves by one unit in the last place, away from zero, after the
+    step. A 16-bit parameter takes its master along.
+    ``"stall"``: that rank sleeps before the step.
+    ``"exception"``: ``InjectedFault`` is raised before the step.
+
+    All but ``"drop_reduce"`` work under any strategy that trains the module's own parameters, and all of them with
+    accumulation (a step has several batches), manual optimization, spread experts and masters. Where there was nothing
+    to act on, a gradient that did not come, say, the rank raises ``RuntimeError`` after the step.
+
+    Args:
+        fault: one of the above.
+        step: ``trainer.global_step`` when the batch begins; with two optimizers it counts the steps of both.
+        rank: global rank on which it happens.
+        parameter: name in the module. None takes all parameters; for "nan_grad" and "desync" the first dense one.
+        factor: of "scale_grad".
+        seconds: of "stall".
+
+    Returns:
+        The callback, whose ``fired`` is the step in which the fault happened, on its rank.
+
+    Raises:
+        ValueError: no such fault, a value out of range or of another fault; from ``fit`` on every rank: no such rank
+            or parameter.
+        TypeError: from ``fit``, for "drop_reduce" under another strategy.
+    """
+    if fault not in FAULTS:
+        raise ValueError(f"inject({fault!r}, ...): no such fault. Use one of {', '.join(map(repr, FAULTS))}.")
+    if step < 0 or rank < 0:
+        raise ValueError(f"inject({fault!r}, step={step}, rank={rank}): both count from 0. Write 0 or more.")
+    if not seconds > 0:
+        raise ValueError(f"inject({fault!r}, seconds={seconds}) must be positive. The default is 1.0.")
+    kind = FAULTS[fault]
+    _check_arguments_of(fault, parameter=parameter, factor=factor, seconds=seconds)
+    if kind is ScaleGrad:
+        return ScaleGrad(step, rank, parameter=parameter, factor=factor)
+    if kind is Stall:
+        return Stall(step, rank, seconds=seconds)
+    return kind(step, rank, parameter=parameter)
+
+
+def _check_arguments_of(fault: str, *, parameter: str | None, factor: float, seconds: float) -> None:
+    """Refuse an argument that the fault would not look at."""
+    ignored = {
+        "parameter": parameter is not None and fault in ("stall", "exception"),
+        "factor": factor != 1e6 and fault != "scale_grad",
+        "seconds": seconds != 1.0 and fault != "stall",
+    }
+    for name, is_ignored in ignored.items():
+        if is_ignored:
+            raise ValueError(f"inject({fault!r}, {name}=...): this fault has no {name}. Leave it out.")
