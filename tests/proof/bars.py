@@ -86,7 +86,7 @@ BESIDE = [
     ("step time in 16-mixed, now / before loss scales", BARS[9], "step 16-mixed: now / "),
     ("step time in 16-mixed, local / unified", BARS[9], "step 16-mixed: local / unified"),
     ("MoE, time of bare GEMMs of the same FLOPs / ours", BARS[7], "share_of_bare_gemms"),
-    ("recall at 1 after 300 steps, no fault", BARS[21], "recall: none"),
+    ("recall at 1 after 240 steps, no fault", BARS[21], "recall: none"),
     ("recall at 1, 30 shuffled batches, rolled back", BARS[21], "recall: shuffled, rolled back"),
     ("recall at 1, 30 shuffled batches, only watched", BARS[21], "recall: shuffled, watched"),
     ("recall at 1, two spikes of the gradient, rolled back", BARS[21], "recall: spikes, rolled back"),
