@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["OptimizerFrame"]
+__all__ = ["Frame", "OptimizerFrame"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,22 @@ class _Blank:
 
     def make(self) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What is around the tensors of an optimizer; never changed, so that its copies may be itself.
+
+    Attributes:
+        groups: hyper-parameters of each parameter group.
+        state: by parameter.
+    """
+
+    groups: list[dict[str, Any]]
+    state: dict[str, Any]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Frame":
+        return self
 
 
 class OptimizerFrame:
@@ -64,30 +80,30 @@ class OptimizerFrame:
             found |= dict(_tensors(self._optimizer.state[key], label))
         return found
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> Frame:
         """What is around the tensors, as copies."""
-        return {
-            "groups": [_strip(_without_parameters(group)) for group in self._optimizer.param_groups],
-            "state": {label: _strip(self._optimizer.state[key]) for label, key in self._keys()},
-        }
+        return Frame(
+            [_strip(_without_parameters(group)) for group in self._optimizer.param_groups],
+            {label: _strip(self._optimizer.state[key]) for label, key in self._keys()},
+        )
 
-    def write(self, frame: Mapping[str, Any]) -> None:
+    def write(self, frame: Frame) -> None:
         """Put back what ``read`` returned; tensors that are there stay, with their values, and missing ones are made.
 
         Args:
             frame: of the same parameter groups.
         """
-        for group, kept in zip(self._optimizer.param_groups, frame["groups"], strict=True):
+        for group, kept in zip(self._optimizer.param_groups, frame.groups, strict=True):
             value = _fill(kept, group)
             for name in _without_parameters(group).keys() - value.keys():
                 del group[name]
             group.update(value)
         state: dict[Any, Any] = self._optimizer.state
         for label, key in list(self._all_keys()):
-            if label not in frame["state"]:
+            if label not in frame.state:
                 state.pop(key, None)
                 continue
-            value = _fill(frame["state"][label], state.get(key))
+            value = _fill(frame.state[label], state.get(key))
             state[key].clear()
             state[key].update(value)
 

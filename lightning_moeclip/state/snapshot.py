@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_moeclip.parallel.checks import warn_on_first_rank
-from lightning_moeclip.state.host_copy import HostCopy, num_bytes_of
-from lightning_moeclip.state.live import OPTIMIZER_STATE, LiveState, live_state
+from lightning_moeclip.state.finite import checked_names, not_finite
+from lightning_moeclip.state.host_copy import HostCopy, num_bytes_of, places_of, summed_in_copy
+from lightning_moeclip.state.live import LiveState, live_state
 
 __all__ = ["LiveState", "NotFinite", "SnapshotRing", "live_state"]
 
@@ -28,8 +28,8 @@ class NotFinite(RuntimeError):
 
     def __init__(self, names: Sequence[str], *, step: int) -> None:
         super().__init__(
-            f"No snapshot of step {step}: {', '.join(names)} not finite. It would bring that back; the snapshots from "
-            "before are kept."
+            f"No snapshot of step {step}: {', '.join(names)} not finite. It would bring that back; the one from before "
+            "is kept."
         )
         self.names = tuple(names)
 
@@ -76,7 +76,7 @@ class SnapshotRing:
     @property
     def num_bytes(self) -> int:
         """Bytes of host memory that the buffers take."""
-        return sum(len(snapshot.values.buffer) for snapshot in self._snapshots)
+        return _total_bytes(self._snapshots)
 
     def take(self, live: LiveState, *, step: int) -> None:
         """Keep the state as it is now, in the place of the oldest snapshot when the ring is full.
@@ -88,19 +88,27 @@ class SnapshotRing:
             step: it is called by; an earlier snapshot of the same step is dropped.
 
         Raises:
-            NotFinite: a parameter is not finite, or another tensor but optimizer state is NaN; the ring is unchanged.
+            NotFinite: a parameter is not finite, or another tensor but optimizer state is NaN; the last snapshot is
+                still there.
             ValueError: one snapshot is larger than ``max_bytes``; the ring is unchanged.
         """
         # first, since masters settle and a scaler decides here
         objects = {name: copy.deepcopy(get()) for name, (get, _) in live.objects.items()}
         tensors = live.current()
-        if bad := _not_finite(tensors):
-            raise NotFinite(bad, step=step)
-        layout, size = live.layout_lines(tensors), num_bytes_of(tensors.values())
+        layout, places = live.layout_lines(tensors), places_of(tensors)
+        size = num_bytes_of(places)
         self._check_size(size, tensors)
-        self._snapshots = [kept for kept in self._snapshots if kept.layout == layout and kept.step != step]
-        values = HostCopy(tensors, buffer=self._make_room(size))
-        values.fill(tensors)
+        kept, free = self._survivors([s for s in self._snapshots if s.layout == layout and s.step != step], size)
+        checked, in_copy = checked_names(tensors), summed_in_copy(tensors, places)
+        # large tensors are looked at while they are copied, unless that is into the only snapshot
+        is_first_look = bool(self._snapshots) and not kept
+        _refuse(not_finite(tensors, [n for n in checked if is_first_look or n not in in_copy]), step)
+        self._snapshots = kept
+        if free is not None and free.places != places:
+            free = None  # its memory goes before other is asked for
+        values = HostCopy(tensors, places) if free is None else free
+        suspects = values.fill(tensors, checked=in_copy.intersection(checked))
+        _refuse(not_finite(tensors, suspects), step)
         self._snapshots.append(_Snapshot(step, values, objects, layout))
 
     def restore(self, live: LiveState, *, step: int | None = None) -> int:
@@ -148,13 +156,12 @@ class SnapshotRing:
             return f"was not what the tensors hold after it was copied back ({', '.join(wrong)})"
         return ""
 
-    def _make_room(self, size: int) -> Tensor | None:
-        """Drop the oldest snapshots until another one fits, and return a buffer of its size, if one was dropped."""
-        free: Tensor | None = None
-        while len(self._snapshots) >= self.depth or self.num_bytes + size > self.max_bytes:
-            buffer = self._snapshots.pop(0).values.buffer
-            free = buffer if len(buffer) == size else None
-        return free
+    def _survivors(self, usable: list[_Snapshot], size: int) -> tuple[list[_Snapshot], HostCopy | None]:
+        """The newest of ``usable`` that leave room for ``size`` bytes, and what the last one to go was kept in."""
+        free: HostCopy | None = None
+        while len(usable) >= self.depth or _total_bytes(usable) + size > self.max_bytes:
+            free = usable.pop(0).values
+        return usable, free
 
     def _check_size(self, size: int, tensors: Mapping[str, Tensor]) -> None:
         if size * self.depth <= self.max_bytes:
@@ -162,7 +169,7 @@ class SnapshotRing:
         by_kind: dict[str, int] = {}
         for name, tensor in tensors.items():
             kind = name.partition("/")[0]
-            by_kind[kind] = by_kind.get(kind, 0) + num_bytes_of([tensor])
+            by_kind[kind] = by_kind.get(kind, 0) + num_bytes_of(places_of({name: tensor}))
         told = ", ".join(f"{kind} {number:,}" for kind, number in by_kind.items())
         needs = f"One snapshot of this rank takes {size:,} bytes of host memory ({told})"
         if size > self.max_bytes:
@@ -179,6 +186,15 @@ class SnapshotRing:
             )
 
 
+def _total_bytes(snapshots: Sequence[_Snapshot]) -> int:
+    return sum(len(snapshot.values.buffer) for snapshot in snapshots)
+
+
+def _refuse(names: Sequence[str], step: int) -> None:
+    if names:
+        raise NotFinite(names, step=step)
+
+
 def _difference(kept: Sequence[str], found: Sequence[str]) -> str:
     """How the layout differs from that of a snapshot; empty when it does not."""
     if tuple(kept) == tuple(found):
@@ -186,38 +202,6 @@ def _difference(kept: Sequence[str], found: Sequence[str]) -> str:
     gone, new = [line for line in kept if line not in found], [line for line in found if line not in kept]
     changes = [f"without {line}" for line in new[:1]] + [f"with {line}" for line in gone[:1]]
     return f"was taken {' and '.join(changes) or 'in another order'}"
-
-
-@torch.no_grad()
-def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of parameters with a value that is not finite, and of tensors with NaN; a mask may well hold infinities.
-
-    One pass that reads them: a sum is finite only when all are. One that is not is looked into.
-    """
-    checked = {
-        name: tensor.detach()
-        for name, tensor in tensors.items()
-        if (tensor.is_floating_point() or tensor.is_complex()) and not name.startswith(f"{OPTIMIZER_STATE}/")
-    }
-    is_fine: dict[str, bool] = {}
-    for device in {tensor.device for tensor in checked.values()}:
-        here = [name for name, tensor in checked.items() if tensor.device == device]
-        sums = torch.stack([_sum(checked[name]).isfinite() for name in here])
-        is_fine |= dict(zip(here, sums.tolist(), strict=True))
-    return [name for name in checked if not is_fine[name] and _is_bad(name, checked[name])]
-
-
-def _sum(tensor: Tensor) -> Tensor:
-    if tensor.dtype.itemsize == 1:
-        tensor = tensor.float()  # there is no sum of 8-bit numbers
-    # on a CPU a sum that widens takes 30 times as long; one that overflows is looked into
-    is_narrow = tensor.dtype in (torch.float16, torch.bfloat16)
-    return tensor.sum(dtype=torch.float32 if is_narrow and tensor.is_cuda else None)
-
-
-def _is_bad(name: str, tensor: Tensor) -> bool:
-    values = tensor.float() if tensor.dtype.itemsize == 1 else tensor
-    return bool(values.isnan().any() if not name.startswith("parameters/") else ~values.isfinite().all())
 
 
 def _memory_bytes() -> int:
