@@ -45,7 +45,9 @@ def _measured(module: str, name: str, row: str, comparison: Comparison, bound: f
 STEP, MEMORY, LOSS, MOE = (
     f"benchmarks.{name}" for name in ("step_time", "gradient_memory", "contrastive_loss", "moe_layer")
 )
-PRECISION, LOW, SNAPSHOT = (f"benchmarks.{name}" for name in ("precision_time", "low_precision", "snapshot"))
+PRECISION, LOW, SNAPSHOT, CALLBACKS, DIRECTIONS = (
+    f"benchmarks.{name}" for name in ("precision_time", "low_precision", "snapshot", "callbacks_time", "direction_sums")
+)
 RECALL, BROWSER, STABLE = "proof.example_recall", "proof.heatmap_in_browser", "proof.stability"
 COPIES = "snapshot time / one memory copy of as many bytes"
 
@@ -65,6 +67,8 @@ BARS = [
     _measured(LOW, "steps skipped for spikes, own scale / one scale", "overflow: own scale / one scale", "<", 1.0),
     _measured(LOW, "decrease missed by bf16 with masters / float32's", "masters: decrease missed", "<=", 0.05),
     _measured(LOW, "decrease of plain bf16-true / float32's", "masters: decrease of plain", "<", 0.5),
+    _measured(CALLBACKS, "step time, all callbacks / none", "step: all callbacks / none, sum", "<=", 1.05),
+    _measured(DIRECTIONS, "loss's backward, with the cosine / without", "backward of 4096 x 512", "<=", 2.0),
     _measured(SNAPSHOT, COPIES, "snapshot: take / copy, 1 thread", "<=", 2.0),
     _measured(SNAPSHOT, f"{COPIES}, torch's threads", "snapshot: take / copy, torch's number", "<=", 2.0),
     _measured(RECALL, "held-out recall at 1", "recall at 1", ">=", 0.80),
@@ -81,6 +85,9 @@ BARS = [
     _measured(BROWSER, "heatmap found in TensorBoard by a browser", "heatmap in TensorBoard", ">=", 1.0),
 ]
 
+_OF_CALLBACKS, _OF_DIRECTIONS = (
+    next(b for b in BARS if b.csv == f"{name}.csv") for name in ("callbacks_time", "direction_sums")
+)
 _OF_STABILITY = next(bar for bar in BARS if bar.csv == "stability.csv")
 
 # figures that say how far a bar is from what is possible: (name, bar of the same run, how the row's name begins)
@@ -91,6 +98,8 @@ BESIDE = [
     ("step time in 16-mixed, now / before loss scales", BARS[9], "step 16-mixed: now / "),
     ("step time in 16-mixed, local / unified", BARS[9], "step 16-mixed: local / unified"),
     ("MoE, time of bare GEMMs of the same FLOPs / ours", BARS[7], "share_of_bare_gemms"),
+    ("step time, all callbacks / none, typical step", _OF_CALLBACKS, "step: all callbacks / none, median"),
+    ("loss's backward of 1024 x 256, with the cosine / without", _OF_DIRECTIONS, "backward of 1024 x 256"),
     ("recall at 1 after 240 steps, no fault", _OF_STABILITY, "recall: none"),
     ("recall at 1, 30 shuffled batches, rolled back", _OF_STABILITY, "recall: shuffled, rolled back"),
     ("recall at 1, 30 shuffled batches, only watched", _OF_STABILITY, "recall: shuffled, watched"),
