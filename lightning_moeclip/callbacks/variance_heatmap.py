@@ -186,7 +186,7 @@ class VarianceHeatmap(Callback):
         if step is None or not parts:
             return
         self._sampled_step = step
-        # not counted further before the end of the batch: the step of what the module logs in it
+        # Lightning counts the batch behind its last hook, so this is the step of what the module logs in it
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         scalars = self._scalars(self.history.add(step, parts))
         metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
