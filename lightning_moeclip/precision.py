@@ -1,5 +1,7 @@
 """The door between gradients and the optimizer: unscale, agree on overflow, clip once over all ranks, step."""
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -271,44 +273,51 @@ class MoEClipPrecision(CastingPrecision):
         self._unscale(optimizer)
         self._after_closure(model, optimizer)
         if self._is_held is not None and self._is_held():
-            self._drop(optimizer)
-            return result
-        if scaler is None:
+            is_update_due, output = self._drop(optimizer), result
+        elif scaler is None:
             optimizer.step(**kwargs)
             return result
-        output = scaler.step(optimizer, **kwargs)
+        else:
+            is_update_due, output = True, scaler.step(optimizer, **kwargs)
         # one scale for all optimizers of a step: with several it may change before the next backward at the earliest
-        self._is_update_due = True
+        self._is_update_due |= is_update_due
         if len(model.trainer.optimizers) == 1:
             self._settle_scale()
         return output
 
     def _refuse_closures(self, optimizer: Optimizer) -> None:
-        if not isinstance(optimizer, LBFGS):
-            return
-        if self.scaler is not None:
+        """Refuse an optimizer that runs the backward inside its step: nobody could decide before it moves anything."""
+        if self.scaler is not None and isinstance(optimizer, LBFGS):
             raise TypeError(
                 f"precision={self.precision!r} with LBFGS: it evaluates the closure several times per step, which loss "
                 "scaling does not allow. Use precision='32-true', or another optimizer."
             )
-        raise TypeError(
-            "LBFGS with a callback that may hold a step: it moves the parameters several times in one step, before "
-            "anybody can decide about it. Leave out ResidualResync and CosineRollback, or use another optimizer."
-        )
+        if self._is_held is not None and _needs_closure(type(optimizer).step):
+            raise TypeError(
+                f"{type(optimizer).__name__} with a callback that may hold a step: it calls backward inside its step, "
+                "and moves parameters before anybody can decide about it. Leave out ResidualResync and CosineRollback, "
+                "or use an optimizer whose step() needs no closure."
+            )
 
-    def _drop(self, optimizer: Optimizer) -> None:
-        """Drop the gradients of a step that is held, and what the scaler knows of them."""
+    def _drop(self, optimizer: Optimizer) -> bool:
+        """Drop the gradients of a step that is held; returns whether the loss scale is to change for it.
+
+        An overflow counts as ever, or a callback that holds steps for it would hold every one.
+        """
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-        if self._scaler is not None:
-            self._scaler.forget(optimizer)
         # a scheduler warns when no step came before it, and this one was left out on purpose
         optimizer._opt_called = True  # type: ignore[attr-defined]
+        if self._scaler is None or self._scaler.has_overflowed(optimizer):
+            return self._scaler is not None
+        self._scaler.forget(optimizer)
+        return False
 
     @override
     def _after_closure(self, model: LightningModule, optimizer: Optimizer) -> None:
-        self._before_hooks(optimizer)
+        if not self._is_left_out:
+            self._before_hooks(optimizer)
         super()._after_closure(model, optimizer)
 
     def _settle_scale(self) -> None:
@@ -401,6 +410,12 @@ class MoEClipPrecision(CastingPrecision):
 
 def _nothing(_: object) -> None:
     pass
+
+
+@functools.cache
+def _needs_closure(step: Callable[..., Any]) -> bool:
+    closure = inspect.signature(step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _versions(parameters: Any) -> list[tuple[int, int]]:

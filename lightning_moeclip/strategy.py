@@ -348,7 +348,8 @@ class MoEClipStrategy(WatchedStrategy):
         return closure_loss
 
     def _note_reduction(self, attendance: Attendance) -> None:
-        self.report = GradReport(attendance, loss_scales=self.report.loss_scales)
+        # the verdict is that of the training step, which may have several backwards and optimizers
+        self.report = GradReport(attendance, loss_scales=self.report.loss_scales, verdict=self.report.verdict)
         self.end_if_terminated(attendance.is_termination_requested)
         self.note_ends(attendance.ending_ranks)
 

@@ -1,4 +1,7 @@
-"""The part of the strategy that answers callbacks: what a step's gradients were, and whether it is to be taken."""
+"""The part of the strategy that answers callbacks: what a step's gradients were, and whether it is to be taken.
+
+Where somebody may hold a step, the answer of all ranks is read on the host once before each.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -44,7 +47,10 @@ class WatchedStrategy(CheckpointingStrategy):
 
     @property
     def step_loss(self) -> Tensor:
-        """0-d: what this rank gave to the objective in the step at hand, the mean over its micro-batches."""
+        """0-d: the losses that this rank has sent backward since the last optimizer step.
+
+        In automatic optimization Lightning divides them by the number of micro-batches: it is their mean.
+        """
         return torch.zeros((), device=self.root_device) if self._loss is None else self._loss
 
     def ask_for_statistics(self) -> None:
@@ -133,9 +139,6 @@ class WatchedStrategy(CheckpointingStrategy):
 
     def _begin_watch(self) -> None:
         """Before a training step: look at what was asked for, and forget the step that is over."""
-        if self._has_stepped:
-            self._loss = None
-            self._has_stepped = False
         self._reasons = ()
         self.report = replace(self.report, statistics=None, residual=None, verdict=Verdict())
         if self._corridor is not None:
@@ -145,7 +148,9 @@ class WatchedStrategy(CheckpointingStrategy):
         self._is_asked_for_statistics = self._is_asked_for_residual = False
 
     def _note_loss(self, loss: Tensor) -> None:
-        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        before = None if self._has_stepped else self._loss
+        self._loss = loss.detach() if before is None else before + loss.detach()
+        self._has_stepped = False
 
     def _begin_optimizer_step(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -168,7 +173,8 @@ class WatchedStrategy(CheckpointingStrategy):
 
     def _agree_on_verdict(self) -> bool:
         is_held = self.agree(bool(self._reasons))
-        self._note({"verdict": Verdict(is_held, self._reasons)})
+        before = self.report.verdict  # of another optimizer in the same training step
+        self._note({"verdict": Verdict(before.holds_step or is_held, before.reasons + self._reasons)})
         self._reasons = ()
         return is_held
 

@@ -23,8 +23,8 @@ class World(Protocol):
 
     Attributes:
         report: of the last step.
-        step_loss: 0-d, what this rank's ``training_step`` returned for the step at hand, the mean over its
-            micro-batches; the objective is the mean of it over ranks.
+        step_loss: 0-d, the losses that this rank has sent backward since the last optimizer step: in automatic
+            optimization the mean over its micro-batches. The objective is the mean of it over ranks.
     """
 
     report: GradReport

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from lightning_moeclip.gradients.collectives import sum_over
 from lightning_moeclip.gradients.master_parameter import model_parameter
+from lightning_moeclip.gradients.squares import sum_of_squares
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import SyncPlan
 
@@ -35,15 +36,8 @@ class GradientClipper:
         members = list(parameters)
         # one that is no longer in the plan, frozen with a gradient left, is the same on all ranks
         counted = [p for p in members if self._counting_rank.get(id(model_parameter(p)), 0) == self._rank]
-        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for grad in [p.grad for p in counted if p.grad is not None]:
-            by_kind.setdefault((grad.dtype, grad.device), []).append(grad)
         device = members[0].device if members else torch.device("cpu")
-        square = torch.zeros((), dtype=torch.float64, device=device)
-        for (dtype, _), grads in by_kind.items():
-            wide = torch.float64 if dtype is torch.float64 else torch.float32
-            square += torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).double().square().sum().to(device)
-        return square
+        return sum_of_squares([p.grad for p in counted if p.grad is not None], device=device)
 
     @torch.no_grad()
     def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -121,7 +120,7 @@ class GradientCorridor:
         self._planned: frozenset[int] = frozenset()
         self._lay_out(keeps_frozen=False)
 
-    def _lay_out(self, *, keeps_frozen: bool) -> None:
+    def _lay_out(self, *, keeps_frozen: bool, is_asked: bool = False) -> None:
         if self._masters is not None:
             self._masters.cover(self._optimizers())
         outside = optimizer_only_parameters(self._module, self._optimizers())
@@ -141,7 +140,7 @@ class GradientCorridor:
         checks.check_same_on_all_ranks(self.plan.fingerprint(), what="The set of trainable parameters")
         self._share(trainable)
         self.clipper = GradientClipper(self.plan, trainable, self._mesh)
-        self.statistics = LayerStatistics(self.plan, trainable, self._mesh)
+        self.statistics = LayerStatistics(self.plan, trainable, self._mesh, roles, is_asked=is_asked)
         divisors = self._divisors()
         if self._mesh.world_size == 1 and not divisors:
             return
@@ -157,7 +156,7 @@ class GradientCorridor:
             is_idle_zero=self._settings.idle_expert == "zero",
             count_unplanned=self.count_unplanned,
             # within a step a parameter may be switched off for a moment, as toggle_optimizer does
-            on_unplanned=partial(self._lay_out, keeps_frozen=True),
+            on_unplanned=self._lay_out_within_step,
             on_finished=self._on_finished,
             statistics=self.statistics,
         )
@@ -165,6 +164,10 @@ class GradientCorridor:
             self.reducer.adopt(previous)
             self.reducer.is_termination_requested = previous.is_termination_requested
             self.reducer.step = previous.step
+            self.reducer.is_residual_asked, self.reducer.residual = previous.is_residual_asked, previous.residual
+
+    def _lay_out_within_step(self) -> None:
+        self._lay_out(keeps_frozen=True, is_asked=self.statistics.is_asked)
 
     def _share(self, trainable: Mapping[str, nn.Parameter]) -> None:
         """Give every rank the first one's values of parameters that were made while training, and of masters."""

@@ -140,9 +140,13 @@ class RegionScales:
         if self.regions:
             self._change(blamed, ~overflowed, is_counted[1:], scale=scale, growth=growth)
             self._write()
-            for region in self.regions:
-                region.events.zero_()
+            self.forget_events()
         return is_blamed
+
+    def forget_events(self) -> None:
+        """Let go of what the boundaries saw since the last update."""
+        for region in self.regions:
+            region.events.zero_()
 
     def _check_crossings(self, table: Tensor) -> None:
         """The one place that waits for the device, once in a run."""
@@ -226,6 +230,5 @@ class RegionScales:
             for index, region in enumerate(self.regions):
                 if region.name in rows:
                     own[shift + index] = saved[shift + rows[region.name]].to(own.device)
-        for region in self.regions:
-            region.events.zero_()
+        self.forget_events()
         self._write()

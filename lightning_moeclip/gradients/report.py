@@ -104,7 +104,11 @@ class GradSums:
 
 @dataclass(frozen=True)
 class GradStatistics:
-    """Statistics of the gradients of one optimizer step, by layer, with loss scales divided out and before clipping.
+    """Statistics of the gradients of one optimizer step, by layer, with loss scales divided out.
+
+    Automatic optimization clips after them; in manual optimization they are of what is there when the optimizer steps.
+    Complex gradients count as twice as many real ones. Where several backwards were reduced for one step, as in manual
+    optimization that adds up batches, what was reduced before is in the local gradient of each rank.
 
     Attributes:
         keys: what the rows are, in the order of the module.
@@ -145,7 +149,8 @@ class Verdict:
     """What those who look at gradients decide about the step at hand, agreed over all ranks before it is taken.
 
     Attributes:
-        holds_step: no optimizer steps, no loss scale changes, the gradients are dropped.
+        holds_step: an optimizer of the training step does not step, and its gradients are dropped; of what they say
+            about the loss scale only an overflow counts.
         reasons: why, as each decider on this rank said; empty on a rank whose own deciders have nothing against it.
     """
 

@@ -1,4 +1,7 @@
-"""What a reduction in 16 bits loses: a sample of elements is reduced in float32 as well, and compared."""
+"""What a reduction in 16 bits loses: a sample of elements is reduced in float32 as well, and compared.
+
+Only in steps that are asked for; these read the outcome on the host.
+"""
 
 from collections.abc import Sequence
 

@@ -113,7 +113,7 @@ class AgreedGradScaler(torch.amp.GradScaler):
         self._row_of: Callable[[nn.Parameter], int] = _no_region
         self._loaded: Mapping[str, Any] | None = None
         self._table: Tensor | None = None
-        self._agreed: Tensor | None = None
+        self._agreed: dict[int, Tensor] = {}  # by optimizer
 
     def join(
         self,
@@ -168,12 +168,18 @@ class AgreedGradScaler(torch.amp.GradScaler):
         for grad in grads:
             grad.mul_(self._scale.to(grad.device))
 
+    def has_overflowed(self, optimizer: Optimizer) -> bool:
+        """Whether any rank found a gradient that is not finite, after ``unscale_``; waits for the device."""
+        found: dict[torch.device, Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        return any(flag.item() > 0 for flag in found.values())
+
     def forget(self, optimizer: Optimizer) -> None:
         """Let go of a step that is not to be taken: what was found in its gradients decides nothing."""
         self._per_optimizer_states.pop(id(optimizer), None)
+        self._agreed.pop(id(optimizer), None)
         self._table = None
-        if not self._per_optimizer_states:
-            self._agreed = None
+        if not self._agreed:
+            self.scales.forget_events()
 
     def leave(self) -> None:
         """Forget whose parameters are in which region; scales and counts stay."""
@@ -219,7 +225,7 @@ class AgreedGradScaler(torch.amp.GradScaler):
         found: dict[torch.device, Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         assert self._table is not None, "agreed before looked at"
         total, self._table = sum_over(self._table, self.group), None
-        self._agreed = total if self._agreed is None else self._agreed + total
+        self._agreed[id(optimizer)] = total + self._agreed.get(id(optimizer), 0.0)
         found_inf = (total[:, BAD].sum() > 0).float()
         devices = list(found) or [total.device]  # an optimizer without a gradient on this rank has none
         found.clear()
@@ -231,12 +237,13 @@ class AgreedGradScaler(torch.amp.GradScaler):
         """Let the scale fall or grow, or a region's factor in its place."""
         scale, tracker = (tensor.clone() for tensor in self._check_scale_growth_tracker("update"))
         super().update(new_scale)
-        if self._agreed is None:
+        if not self._agreed:
             return
         assert self._scale is not None, "checked above"
         assert self._growth_tracker is not None, "checked above"
-        is_blamed = self.scales.update(self._agreed, scale=scale, growth=self._scale / scale)
-        self._agreed = self._loaded = None
+        agreed = torch.stack(list(self._agreed.values())).sum(0)
+        is_blamed = self.scales.update(agreed, scale=scale, growth=self._scale / scale)
+        self._agreed, self._loaded = {}, None
         if self.scales.regions:
             self._scale.copy_(torch.where(is_blamed, scale, self._scale))
             self._growth_tracker.copy_(torch.where(is_blamed, tracker, self._growth_tracker))
@@ -262,4 +269,4 @@ class AgreedGradScaler(torch.amp.GradScaler):
         self.scales.load_state_dict(self._loaded)
         self.scales.growth_interval = self.get_growth_interval()
         self._per_optimizer_states.clear()
-        self._table = self._agreed = None
+        self._table, self._agreed = None, {}

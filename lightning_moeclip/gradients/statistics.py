@@ -2,7 +2,7 @@
 
 Nothing is taken in a step for which nobody asked. In one for which somebody did, each gradient is read once before the
 reduction and the reduced ones are shared out: a rank reads those of which it is the one that counts. Publishing is one
-small all-reduce, and one read on the host.
+small all-reduce and one read on the host.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_moeclip.gradients.collectives import sum_over
 from lightning_moeclip.gradients.master_parameter import model_parameter
 from lightning_moeclip.gradients.report import GradStatistics, GradSums, LayerKey
+from lightning_moeclip.gradients.squares import sum_of_squares
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import SyncPlan
 from lightning_moeclip.parallel.roles import ParamRole, Towers, read_roles
@@ -88,15 +89,21 @@ def sums_of(gradients: Iterable[tuple[LayerKey, Tensor]]) -> tuple[tuple[LayerKe
 def _sums(gradient: Tensor) -> Tensor:
     """[7] float64: size, sum, squares, absolutes, non-finite, zeros, and last the maximum of the absolutes."""
     flat = gradient.detach().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
     wide = flat if flat.dtype is torch.float64 else flat.float()
     finite = wide.isfinite()
     clean = wide.where(finite, 0.0)
     absolute = clean.abs()
     size = torch.tensor(float(flat.numel()), dtype=torch.float64, device=flat.device)
-    maximum = absolute.max() if flat.numel() else absolute.sum()
-    parts = [clean.sum(), torch.dot(clean, clean), absolute.sum()]
-    counts = [flat.numel() - finite.sum(), flat.numel() - flat.count_nonzero(), maximum]
-    return torch.stack([size, *(part.double() for part in [*parts, *counts])])
+    maximum = (absolute.max() if flat.numel() else absolute.sum()).double()
+    # a power of two: the square of a float32 above 1.8e19 is infinite
+    unit = torch.exp2(torch.frexp(maximum).exponent.double())
+    square = sum_of_squares([clean / unit.to(clean.dtype)], device=flat.device) * unit.square()
+    counts = [flat.numel() - finite.sum(), flat.numel() - flat.count_nonzero()]
+    return torch.stack(
+        [size, clean.sum().double(), square, absolute.sum().double(), *map(Tensor.double, counts), maximum]
+    )
 
 
 def _added(first: Tensor, second: Tensor) -> Tensor:
@@ -117,19 +124,28 @@ class LayerStatistics:
         is_asked: whether the step at hand is looked at; the same on all ranks.
     """
 
-    def __init__(self, plan: SyncPlan, parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
+    def __init__(
+        self,
+        plan: SyncPlan,
+        parameters: Mapping[str, nn.Parameter],
+        mesh: Mesh,
+        roles: Mapping[str, ParamRole],
+        *,
+        is_asked: bool = False,
+    ) -> None:
         """Lay out the rows.
 
         Args:
             plan: of the run.
             parameters: trainable ones by name, in the order of the module.
             mesh: axes and groups.
+            roles: of all parameters, also of frozen ones, so that a row keeps its name when a part is unfrozen.
+            is_asked: as the attribute.
         """
-        self.is_asked = False
+        self.is_asked = is_asked
         self._mesh = mesh
         self._device = plan.buckets[0].device if plan.buckets else torch.device("cpu")
-        roles = {planned.name: planned.role for planned in plan.parameters}
-        key_of = layer_keys({name: roles[name] for name in parameters})
+        key_of = layer_keys(roles)
         self.keys = tuple(dict.fromkeys(key_of[name] for name in parameters))
         self._row = {id(parameters[name]): self.keys.index(key_of[name]) for name in parameters}
         counting = plan.counting_ranks()
@@ -174,14 +190,12 @@ class LayerStatistics:
         for key, sums in ({} if self._local is None else self._local).items():
             if key in held:
                 self._add(local, key, sums)
+        self._rescale(local, loss_scale)
         total_local, total_reduced = self._summed(local, reduced)
         if self._local is None:
             # nothing is packed where nothing is reduced, and a plan that was made anew has seen no packing
-            total_local = (
-                total_reduced.clone() if self._mesh.world_size == 1 else torch.full_like(total_local, torch.nan)
-            )
-        else:
-            self._rescale(total_local, 1.0 if loss_scale is None else loss_scale.item())
+            is_known = self._mesh.world_size == 1
+            total_local = total_reduced.clone() if is_known else torch.full_like(total_local, torch.nan)
         return GradStatistics(
             self.keys, _as_sums(total_local), _as_sums(total_reduced), self._noise(total_local, total_reduced)
         )
@@ -204,8 +218,9 @@ class LayerStatistics:
         received = sum_over(sent, self._mesh.gradient_groups["dp"]).cpu()
         return [torch.cat([part[:, :_NUM_SUMS], part[:, _NUM_SUMS:].amax(1, keepdim=True)], dim=1) for part in received]
 
-    def _rescale(self, table: Tensor, loss_scale: float) -> None:
-        factor = self._mesh.divisor / loss_scale
+    def _rescale(self, table: Tensor, loss_scale: Tensor | None) -> None:
+        scale = table.new_ones(()) if loss_scale is None else loss_scale.to(table)
+        factor = self._mesh.divisor / scale
         table[:, [_TOTAL, _ABSOLUTE, _NUM_SUMS]] *= factor
         table[:, _SQUARE] *= factor**2
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import normalize as unit_rows
 
+from lightning_moeclip.modules.directions import Directions, DirectionSums, wide_dtype
 from lightning_moeclip.modules.global_batch import (
     GlobalBatch,
     gather_rows,
@@ -76,14 +77,20 @@ def global_contrastive_loss(
     group: dist.ProcessGroup | None,
     *,
     normalize: bool,
+    directions: DirectionSums | None = None,
 ) -> Tensor:
-    """The loss of ``contrastive_loss``, with rows brought to unit length first if asked."""
+    """The loss of ``contrastive_loss``, with rows brought to unit length first if asked.
+
+    With ``directions`` the backward adds to them the sums over the cotangents of the features as given: a of the mean
+    over images (image to text), b of the mean over texts (text to image).
+    """
     check_scalar("logit_scale", log_scale)
-    batch = meet(image, text, log_scale, group=group)
+    batch = meet(image, text, log_scale, group=group, wants_directions=directions is not None)
     with full_precision(image):
+        asked = Directions.begin(directions, image, text, normalize=normalize)
         image, text = widened(image, text, normalize=normalize)
         (log_scale,) = anchored(batch, image, text, log_scale)
-        loss: Tensor = _Contrastive.apply(image, text, log_scale, batch, chunk_size)
+        loss: Tensor = _Contrastive.apply(image, text, log_scale, batch, chunk_size, asked)
     return ledger.enter(loss) if batch.world_size > 1 else loss
 
 
@@ -117,15 +124,16 @@ def anchored(batch: GlobalBatch, image: Tensor, text: Tensor, *scalars: Tensor) 
     return list(scalars)
 
 
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of log-sum-exps and sums: O(N) numbers, so float64 costs nothing where it exists."""
-    return x.dtype if x.device.type == "mps" else torch.float64
-
-
 class _Contrastive(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, image: Tensor, text: Tensor, log_scale: Tensor, batch: GlobalBatch, chunk_size: int
+        ctx: Any,
+        image: Tensor,
+        text: Tensor,
+        log_scale: Tensor,
+        batch: GlobalBatch,
+        chunk_size: int,
+        directions: Directions | None,
     ) -> Tensor:
         with full_precision(image):
             text_all = gather_rows(text, batch)
@@ -140,7 +148,7 @@ class _Contrastive(torch.autograd.Function):
                 _add_logsumexp(by_column[tile.columns], tile.logits, 0, tile.scratch)
             by_own_column = reduce_logsumexp(by_column, batch)
             ctx.save_for_backward(image, text_all, log_scale, by_row, by_own_column)
-            ctx.batch, ctx.chunk_size = batch, chunk_size
+            ctx.batch, ctx.chunk_size, ctx.directions = batch, chunk_size, directions
             total = (by_row - positives).sum() + (by_own_column - positives).sum()
             return (batch.world_size / (2 * batch.total) * total).to(image.dtype)
 
@@ -150,7 +158,7 @@ class _Contrastive(torch.autograd.Function):
         needs_image, _, needs_scale, *_ = ctx.needs_input_grad
         with full_precision(image), torch.no_grad():
             gradient = _LogitGradient.build(upstream, by_row, by_own_column, image.dtype, ctx.batch)
-            grads = feature_gradients(
+            found = feature_gradients(
                 image,
                 text_all,
                 log_scale,
@@ -159,8 +167,13 @@ class _Contrastive(torch.autograd.Function):
                 gradient.of,
                 needs_image=needs_image,
                 needs_scale=needs_scale,
+                half_gradient=gradient.image_half_of if ctx.batch.wants_directions else None,
             )
-        return *once_differentiable(grads, image, text_all, log_scale, upstream), None, None
+            if ctx.directions is not None:
+                rows = (image, text_all[ctx.batch.own])
+                ctx.directions.add(found.half, (found.image, found.text), rows=rows, is_opposed=False)
+            grads = (found.image, found.text, found.log_scale)
+        return *once_differentiable(grads, image, text_all, log_scale, upstream), None, None, None
 
 
 def _add_logsumexp(total: Tensor, logits: Tensor, dim: int, scratch: Tensor) -> None:
@@ -210,3 +223,9 @@ class _LogitGradient:
         gradient.addcmul_(by_row, self.row_weight[tile.rows])
         tile.diagonal(gradient).sub_(self.pair_weight)
         return gradient
+
+    def image_half_of(self, tile: Tile) -> Tensor:
+        """The part a (p_ij - d_ij), which looks for texts of images, of a tile that ``of`` has had; in its memory."""
+        by_row = tile.logits.mul_(self.row_weight[tile.rows])
+        tile.diagonal(by_row).sub_(self.pair_weight / 2)
+        return by_row

@@ -30,6 +30,7 @@ class GlobalBatch:
         group: the ranks that share the batch; None for the default group, or without a process group.
         wants_text: some rank needs the gradient of its text features.
         wants_any: some rank needs any gradient at all.
+        wants_directions: some rank asks how far the two halves of the loss agree.
     """
 
     rows: tuple[int, ...]
@@ -37,6 +38,7 @@ class GlobalBatch:
     group: dist.ProcessGroup | None = None
     wants_text: bool = True
     wants_any: bool = True
+    wants_directions: bool = False
 
     @property
     def world_size(self) -> int:
@@ -74,6 +76,7 @@ class _Card:
     wants_image: int
     wants_text: int
     wants_other: int
+    wants_directions: int
 
     def __str__(self) -> str:
         image = _described(self.image_ndim, self.num_images, self.image_dim, self.image_dtype)
@@ -81,21 +84,29 @@ class _Card:
         return f"image features {image} and text features {text}"
 
 
-def meet(image: Tensor, text: Tensor, *others: Tensor, group: dist.ProcessGroup | None = None) -> GlobalBatch:
+def meet(
+    image: Tensor,
+    text: Tensor,
+    *others: Tensor,
+    group: dist.ProcessGroup | None = None,
+    wants_directions: bool = False,
+) -> GlobalBatch:
     """Learn how many rows each rank holds, and refuse features that do not belong together.
 
-    Eleven whole numbers per rank are gathered and read on the host, since shapes of uneven ranks hang on them.
+    Twelve whole numbers per rank are gathered and read on the host, since shapes of uneven ranks hang on them.
 
     Args:
         image: [n_r, dim], this rank's image features.
         text: [n_r, dim], this rank's text features.
         others: further tensors that may need a gradient.
         group: ranks that share the batch; None for the default group.
+        wants_directions: whether this rank asks how far the two halves of the loss agree.
 
     Raises:
         ValueError: on every rank alike, when shapes, widths or dtypes do not fit, or no rank holds a sample.
     """
-    mine = _Card(*_numbers(image), *_numbers(text), *map(int, (_wants(image), _wants(text), any(map(_wants, others)))))
+    wants = (_wants(image), _wants(text), any(map(_wants, others)), wants_directions)
+    mine = _Card(*_numbers(image), *_numbers(text), *map(int, wants))
     rank, cards = 0, [mine]
     if dist.is_available() and dist.is_initialized():
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -109,7 +120,8 @@ def meet(image: Tensor, text: Tensor, *others: Tensor, group: dist.ProcessGroup 
     _check(cards)
     wants_text = any(c.wants_text for c in cards)
     wants_any = wants_text or any(c.wants_image or c.wants_other for c in cards)
-    return GlobalBatch(tuple(c.num_images for c in cards), rank, group, wants_text, wants_any)
+    rows = tuple(c.num_images for c in cards)
+    return GlobalBatch(rows, rank, group, wants_text, wants_any, any(c.wants_directions for c in cards))
 
 
 def gather_rows(x: Tensor, batch: GlobalBatch) -> Tensor:

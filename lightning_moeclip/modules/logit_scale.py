@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import Self, override
 
+from lightning_moeclip.modules.directions import DirectionSums
 from lightning_moeclip.modules.tiles import check_chunk_size
 
 __all__ = ["ScaledLoss"]
@@ -33,6 +34,9 @@ class ScaledLoss(nn.Module):
 
     Attributes:
         logit_scale: 0-d, float32 whatever ``half()`` or ``bfloat16()`` a parent sees, float64 after ``double()``.
+        wants_directions: have each backward sum up how far the two halves of the loss agree, for
+            ``pop_direction_sums``. Read in the forward. Where any rank wishes it all ranks compute it; gradients stay
+            the same bit by bit.
     """
 
     def __init__(self, init_temperature: float, max_scale: float, chunk_size: int, normalize: bool) -> None:
@@ -48,6 +52,8 @@ class ScaledLoss(nn.Module):
         check_chunk_size(chunk_size)
         self.init_temperature, self.max_scale = init_temperature, max_scale
         self.chunk_size, self.normalize = chunk_size, normalize
+        self.wants_directions = False
+        self._directions = DirectionSums()
         # not the default dtype: a bfloat16 near log(100) moves in steps of 3.2 %
         self.logit_scale = nn.Parameter(torch.tensor(-math.log(init_temperature), dtype=torch.float32))
         _watch(self)
@@ -55,6 +61,20 @@ class ScaledLoss(nn.Module):
     def reset_parameters(self) -> None:
         """Go back to the initial values, for a module that was made on the meta device."""
         nn.init.constant_(self.logit_scale, -math.log(self.init_temperature))
+
+    @property
+    def directions(self) -> DirectionSums | None:
+        """Where the next backward puts its sums; None while nobody asks."""
+        return self._directions if self.wants_directions else None
+
+    def pop_direction_sums(self) -> Tensor | None:
+        """[a.b, a.a, b.b] of this rank since the last call, [3] float64; None where no backward was asked for them.
+
+        a and b are the cotangents that the two halves of the loss send to this rank's features, both towers together;
+        sums of all ranks and of micro-batches add up, and a.b / sqrt(a.a b.b) is the cosine. A tower that is not
+        trained is left out.
+        """
+        return self._directions.pop()
 
     def undecayed(self) -> list[nn.Parameter]:
         """The scalars that weight decay must not touch."""

@@ -27,6 +27,7 @@ class ContrastiveLoss(ScaledLoss):
 
     Attributes:
         logit_scale: 0-d, the log of the scale.
+        wants_directions: see ``ScaledLoss``; a is the half image to text, b the half text to image.
     """
 
     def __init__(
@@ -51,7 +52,13 @@ class ContrastiveLoss(ScaledLoss):
             ValueError: on every rank alike, when shapes, widths or dtypes do not fit, or no rank holds a sample.
         """
         return global_contrastive_loss(
-            image_features, text_features, self.logit_scale, self.chunk_size, None, normalize=self.normalize
+            image_features,
+            text_features,
+            self.logit_scale,
+            self.chunk_size,
+            None,
+            normalize=self.normalize,
+            directions=self.directions,
         )
 
 
@@ -60,6 +67,10 @@ class SigmoidLoss(ScaledLoss):
 
     Each rank gives its own rows; the mean of the returned values over ranks is the loss of one process on the whole
     batch, and so are the gradients. A collective: every rank calls it, also with no rows.
+
+    Its sums over directions are others than those of ``ContrastiveLoss``: image to text and text to image are one and
+    the same sum over all pairs here, so that their cosine is always 1. Instead a is what the positives send to the
+    features, and b what the negatives send, turned round: cos(a, b) is near 1 where pull and push balance.
 
     Args:
         init_temperature: the scale starts at its inverse. SigLIP (Zhai et al. 2023), 3.2.
@@ -116,4 +127,5 @@ class SigmoidLoss(ScaledLoss):
             self.chunk_size,
             None,
             normalize=self.normalize,
+            directions=self.directions,
         )

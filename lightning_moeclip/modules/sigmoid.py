@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lightning_moeclip.modules.contrastive import anchored, check_scalar, wide_dtype, widened
+from lightning_moeclip.modules.contrastive import anchored, check_scalar, widened
+from lightning_moeclip.modules.directions import Directions, DirectionSums, wide_dtype
 from lightning_moeclip.modules.global_batch import GlobalBatch, gather_rows, meet
 from lightning_moeclip.modules.tiles import Tile, feature_gradients, full_precision, once_differentiable, tiles
 from lightning_moeclip.parallel import ledger
@@ -29,6 +30,7 @@ def global_sigmoid_loss(
     group: dist.ProcessGroup | None,
     *,
     normalize: bool,
+    directions: DirectionSums | None = None,
 ) -> Tensor:
     """Sigmoid loss of the batch that all ranks share, from this rank's rows; a collective.
 
@@ -40,24 +42,34 @@ def global_sigmoid_loss(
         chunk_size: columns of the logits that exist at a time, at most.
         group: ranks that share the batch; None for the default group.
         normalize: whether rows are brought to unit length first.
+        directions: takes the sums over the cotangents of the features as given: a of the pull of the positives, b of
+            the push of the negatives turned round.
 
     Returns:
         0-d, float32 at least. Its mean over ranks is the loss of one process.
     """
     check_scalar("logit_scale", log_scale)
     check_scalar("logit_bias", bias)
-    batch = meet(image, text, log_scale, bias, group=group)
+    batch = meet(image, text, log_scale, bias, group=group, wants_directions=directions is not None)
     with full_precision(image):
+        asked = Directions.begin(directions, image, text, normalize=normalize)
         image, text = widened(image, text, normalize=normalize)
         log_scale, bias = anchored(batch, image, text, log_scale, bias)
-        loss: Tensor = _Sigmoid.apply(image, text, log_scale, bias, batch, chunk_size)
+        loss: Tensor = _Sigmoid.apply(image, text, log_scale, bias, batch, chunk_size, asked)
     return ledger.enter(loss) if batch.world_size > 1 else loss
 
 
 class _Sigmoid(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, image: Tensor, text: Tensor, log_scale: Tensor, bias: Tensor, batch: GlobalBatch, chunk_size: int
+        ctx: Any,
+        image: Tensor,
+        text: Tensor,
+        log_scale: Tensor,
+        bias: Tensor,
+        batch: GlobalBatch,
+        chunk_size: int,
+        directions: Directions | None,
     ) -> Tensor:
         with full_precision(image):
             text_all = gather_rows(text, batch)
@@ -67,7 +79,7 @@ class _Sigmoid(torch.autograd.Function):
                 _signed(tile, shift).neg_()
                 total -= logsigmoid(tile.logits).sum()
             ctx.save_for_backward(image, text_all, log_scale, bias)
-            ctx.batch, ctx.chunk_size = batch, chunk_size
+            ctx.batch, ctx.chunk_size, ctx.directions = batch, chunk_size, directions
             return (batch.world_size / batch.total * total).to(image.dtype)
 
     @staticmethod
@@ -79,6 +91,7 @@ class _Sigmoid(torch.autograd.Function):
             shift = bias.to(image.dtype)
             factor = upstream.to(image.dtype) * (batch.world_size / batch.total)
             bias_grad = image.new_zeros((), dtype=wide_dtype(image))
+            pull = None if ctx.directions is None else image.new_zeros(len(image))
 
             def logit_gradient(tile: Tile) -> Tensor:
                 gradient = _signed(tile, shift).sigmoid_()
@@ -86,9 +99,11 @@ class _Sigmoid(torch.autograd.Function):
                 gradient.mul_(factor)
                 if needs_bias:
                     bias_grad.add_(gradient.sum())
+                if pull is not None:
+                    pull[tile.pairs] = tile.diagonal(gradient)
                 return gradient
 
-            grads: tuple[Tensor | None, ...] = feature_gradients(
+            found = feature_gradients(
                 image,
                 text_all,
                 log_scale,
@@ -98,8 +113,18 @@ class _Sigmoid(torch.autograd.Function):
                 needs_image=needs_image,
                 needs_scale=needs_scale,
             )
-            grads = (*grads, bias_grad.to(bias.dtype).view_as(bias) if needs_bias else None)
-        return *once_differentiable(grads, image, text_all, log_scale, bias, upstream), None, None
+            if pull is not None:
+                weight = (pull * log_scale.to(image.dtype).exp())[:, None]
+                rows = (image, text_all[batch.own])
+                half = (weight * rows[1], weight * rows[0])
+                ctx.directions.add(half, (found.image, found.text), rows=rows, is_opposed=True)
+            grads = (
+                found.image,
+                found.text,
+                found.log_scale,
+                bias_grad.to(bias.dtype).view_as(bias) if needs_bias else None,
+            )
+        return *once_differentiable(grads, image, text_all, log_scale, bias, upstream), None, None, None
 
 
 def _signed(tile: Tile, shift: Tensor) -> Tensor:

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from lightning_moeclip.modules.global_batch import GlobalBatch, sum_to_owners
 
-__all__ = ["Tile", "check_chunk_size", "feature_gradients", "full_precision", "once_differentiable", "tiles"]
+__all__ = [
+    "FeatureGradients",
+    "Tile",
+    "check_chunk_size",
+    "feature_gradients",
+    "full_precision",
+    "once_differentiable",
+    "tiles",
+]
 
 # at 8192 x 512 float32 on 2 busy threads, tiles of 2048 x 512 took twice the time of these, as each operation waits for
 # its slowest thread, and tiles of 4096 x 4096 took 1.4 times the memory
@@ -69,6 +77,23 @@ def tiles(image: Tensor, text_all: Tensor, batch: GlobalBatch, chunk_size: int) 
             yield Tile(rows, columns, logits, scratch, pairs, shift)
 
 
+@dataclass(frozen=True)
+class FeatureGradients:
+    """Cotangents of what the logits were made of; None where not needed.
+
+    Attributes:
+        image: [n_r, dim], of the own images.
+        text: [n_r, dim], of the own texts.
+        log_scale: like the scale's log.
+        half: of the own images and texts, what one half of the loss sends them.
+    """
+
+    image: Tensor | None
+    text: Tensor | None
+    log_scale: Tensor | None
+    half: tuple[Tensor | None, Tensor | None] = (None, None)
+
+
 def feature_gradients(
     image: Tensor,
     text_all: Tensor,
@@ -79,7 +104,8 @@ def feature_gradients(
     *,
     needs_image: bool,
     needs_scale: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    half_gradient: Callable[[Tile], Tensor] | None = None,
+) -> FeatureGradients:
     """Carry the gradient of the logits to what they were made of; a collective when any rank needs its texts'.
 
     With G the gradient of z = s I . T: dL/dI = s G T, dL/dT = s G' I summed over ranks, and
@@ -94,31 +120,73 @@ def feature_gradients(
         logit_gradient: from a tile to the gradient of its logits, [rows, columns]; may overwrite the tile.
         needs_image: whether this rank's images need a gradient.
         needs_scale: whether this rank's scale needs one.
-
-    Returns:
-        Gradients of the own images and the own texts, [n_r, dim], and of ``log_scale``; None where not needed.
+        half_gradient: from a tile that ``logit_gradient`` has had to the gradient that one half of the loss sends its
+            logits; None on all ranks or on none.
     """
     scale = log_scale.to(image.dtype).exp()
-    text_grad = torch.zeros_like(text_all) if batch.wants_text else None
-    image_grad = torch.zeros_like(image) if needs_image or (needs_scale and text_grad is None) else None
+    needs_image_grad = needs_image or (needs_scale and not batch.wants_text)
+    merged = _Cotangents.zeros(image, text_all, needs_image=needs_image_grad, needs_text=batch.wants_text)
+    half = None
+    if half_gradient is not None:
+        half = _Cotangents.zeros(image, text_all, needs_image=needs_image_grad, needs_text=batch.wants_text)
     for tile in tiles(scale * image, text_all, batch, chunk_size):
-        gradient = logit_gradient(tile)
-        if image_grad is not None:
-            image_grad[tile.rows].addmm_(gradient, text_all[tile.columns])
-        if text_grad is not None:
-            text_grad[tile.columns].addmm_(gradient.T, image[tile.rows])
-    scale_grad = None
-    if image_grad is not None:
-        image_grad *= scale
-        scale_grad = torch.linalg.vecdot(image, image_grad).sum()
-    if text_grad is not None:
-        text_grad *= scale
-        if scale_grad is None:
-            scale_grad = torch.linalg.vecdot(text_all, text_grad).sum()
-        text_grad = sum_to_owners(text_grad, batch)
-    if scale_grad is not None:
-        scale_grad = scale_grad.to(log_scale.dtype).view_as(log_scale)
-    return image_grad, text_grad, scale_grad if needs_scale else None
+        merged.add(tile, logit_gradient(tile))
+        if half is not None and half_gradient is not None:
+            half.add(tile, half_gradient(tile))
+    merged.scale_by(scale)
+    scale_grad = merged.scale_gradient().to(log_scale.dtype).view_as(log_scale) if needs_scale else None
+    text_grad = merged.own_text(batch)
+    if half is None:
+        return FeatureGradients(merged.image, text_grad, scale_grad)
+    half.scale_by(scale)
+    # in a collective of its own: a longer one may add up in another order, and asking must not change a bit
+    return FeatureGradients(merged.image, text_grad, scale_grad, (half.image, half.own_text(batch)))
+
+
+@dataclass(frozen=True)
+class _Cotangents:
+    """What one gradient of the logits sends to images and texts, summed over tiles.
+
+    Attributes:
+        features: the images [n_r, dim] and texts [N, dim] themselves.
+        image: [n_r, dim] or None.
+        text: [N, dim] or None.
+    """
+
+    features: tuple[Tensor, Tensor]
+    image: Tensor | None
+    text: Tensor | None
+
+    @classmethod
+    def zeros(cls, image: Tensor, text_all: Tensor, *, needs_image: bool, needs_text: bool) -> "_Cotangents":
+        return cls(
+            (image, text_all),
+            torch.zeros_like(image) if needs_image else None,
+            torch.zeros_like(text_all) if needs_text else None,
+        )
+
+    def add(self, tile: Tile, gradient: Tensor) -> None:
+        image, text_all = self.features
+        if self.image is not None:
+            self.image[tile.rows].addmm_(gradient, text_all[tile.columns])
+        if self.text is not None:
+            self.text[tile.columns].addmm_(gradient.T, image[tile.rows])
+
+    def scale_by(self, scale: Tensor) -> None:
+        for x in (self.image, self.text):
+            if x is not None:
+                x *= scale
+
+    def scale_gradient(self) -> Tensor:
+        """0-d: of the log of the scale, from whichever side there is."""
+        for features, cotangent in zip(self.features, (self.image, self.text), strict=True):
+            if cotangent is not None:
+                return torch.linalg.vecdot(features, cotangent).sum()
+        raise AssertionError("a scale's gradient needs that of the images or of the texts")
+
+    def own_text(self, batch: GlobalBatch) -> Tensor | None:
+        """[n_r, dim], summed over ranks; a collective."""
+        return None if self.text is None else sum_to_owners(self.text, batch)
 
 
 def check_chunk_size(chunk_size: int) -> None:

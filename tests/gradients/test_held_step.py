@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 from lightning_moeclip import MoEClipPrecision, MoEClipStrategy
 from lightning_moeclip.binding import Callback, LightningModule
+from lightning_moeclip.gradients.boundary import Region
+from lightning_moeclip.gradients.region_scales import RegionScales
+from lightning_moeclip.gradients.scaling import AgreedGradScaler, ScalingSettings
 from lightning_moeclip.testing import Rank, on_ranks
 from lightning_moeclip.testing.on_ranks import RanksFailed
 from tests.models import TwoTowers, batches, loader, quiet_trainer, share
@@ -144,6 +147,88 @@ def test_of_two_optimizers_the_one_that_is_held_stays() -> None:
     assert hold_second.launch() == [[False, True]] * 2
 
 
+class HoldFirstOptimizer(Callback):
+    """Holds the first optimizer of a batch, and reads the verdict when the batch is over."""
+
+    may_hold_step = True
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        if optimizer is trainer.optimizers[0]:
+            trainer.strategy.hold_step("no")
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.verdict = trainer.strategy.report.verdict
+
+
+@on_ranks(2)
+def hold_first_optimizer(rank: Rank) -> Any:
+    callback = HoldFirstOptimizer()
+    trainer = quiet_trainer(2, callbacks=[callback], limit_train_batches=1)
+    trainer.fit(TwoOptimizers(), loader([torch.ones(2, 3, dtype=torch.float64)]))
+    return callback.verdict.holds_step, callback.verdict.reasons
+
+
+def test_the_verdict_of_a_batch_tells_of_each_of_its_optimizers() -> None:
+    assert hold_first_optimizer.launch() == [(True, ("no",))] * 2
+
+
+class HoldsOverflow(Callback):
+    """Holds every step whose gradients are not finite, as a user's callback might."""
+
+    may_hold_step = True
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, bool]] = []
+
+    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+        if not trainer.strategy.reduce_sums(trainer.strategy.gradient_square()[None]).isfinite():
+            trainer.strategy.hold_step("not finite")
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.seen.append((trainer.precision_plugin.state_dict()["scale"], trainer.strategy.report.verdict.holds_step))
+
+
+@on_ranks(2)
+def hold_overflow(rank: Rank) -> Any:
+    class Overflowing(TwoTowers):
+        def on_after_backward(self) -> None:
+            if self.trainer.precision_plugin.scaler.get_scale() > 4:
+                self.image.stem.weight.grad[0, 0] = torch.inf
+
+    callback = HoldsOverflow()
+    plugin = MoEClipPrecision("16-mixed", device="cpu", init_scale=16.0)
+    trainer = quiet_trainer(2, callbacks=[callback], plugins=[plugin])
+    trainer.fit(Overflowing(has_own_moe=False), loader(share(batches(4), [4, 4], rank.index)))
+    return callback.seen
+
+
+def test_an_overflow_in_a_held_step_lowers_the_loss_scale_as_ever() -> None:
+    assert hold_overflow.launch() == [[(8.0, True), (4.0, True), (4.0, False), (4.0, False)]] * 2
+
+
+def test_what_a_boundary_saw_in_a_held_step_blames_nobody_in_the_next() -> None:
+    region = Region("head", device=torch.device("cpu"))
+    scaler = AgreedGradScaler("cpu", ScalingSettings(loss_scaling="local", init_scale=1024.0))
+    inside, outside = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    scales = RegionScales([region], growth_interval=2000, device="cpu")
+    scaler.join(None, scales, lambda p: int(p is inside))
+    optimizer = torch.optim.SGD([inside, outside], lr=0.1)
+    scaler.scale(torch.ones(()))
+    region.events[1:] = 1.0  # something overflowed inside, and cotangents came in
+    inside.grad, outside.grad = torch.ones(2), torch.ones(2)
+    scaler.unscale_(optimizer)
+    assert not scaler.has_overflowed(optimizer)
+    scaler.forget(optimizer)
+    inside.grad, outside.grad = torch.ones(2), torch.full((2,), torch.inf)
+    region.events[2] = 1.0
+    scaler.unscale_(optimizer)
+    assert scaler.has_overflowed(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 512.0
+    assert region.scale == 1.0
+    assert scaler.scales.num_overflows.tolist() == [1.0, 0.0]
+
+
 class Careless(Hold):
     may_hold_step = False
 
@@ -174,7 +259,7 @@ def test_what_cannot_be_held_is_an_error_that_says_what_to_write() -> None:
     with pytest.raises(RanksFailed, match="callbacks that may hold a step") as failed:
         holder_on_one_rank.launch()
     assert set(failed.value.failures) == {0, 1}
-    with pytest.raises(RanksFailed, match="Leave out ResidualResync and CosineRollback"):
+    with pytest.raises(RanksFailed, match=r"LBFGS with a callback .* Leave out ResidualResync and CosineRollback"):
         hold_lbfgs.launch()
 
 

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_moeclip import MoEClipPrecision, MoEClipStrategy
 from lightning_moeclip.binding import Callback
 from lightning_moeclip.gradients.report import GradStatistics, GradSums, LayerKey
+from lightning_moeclip.gradients.squares import sum_of_squares
 from lightning_moeclip.gradients.statistics import keys_of, layer_keys, sums_of
 from lightning_moeclip.parallel.roles import ParamRole
 from lightning_moeclip.testing import Rank, on_ranks
@@ -228,6 +229,148 @@ def test_planted_nan_zero_and_missing_gradients_are_counted_where_the_optimizer_
         assert found.reduced.size[text] == 35
         assert found.reduced.num_zeros[text] == 35
         assert found.reduced.variance[text] == 0
+
+
+class Unfreezing(TwoTowers):
+    """Trains the text tower's stem from the second batch on, which the plan hears of when its gradients come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text.stem.requires_grad_(False)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.text.stem.requires_grad_(batch_idx > 0)
+        return super().training_step(batch, batch_idx)
+
+
+@on_ranks(2)
+def watch_unfreezing(rank: Rank) -> Any:
+    watch = Watch()
+    watch.on_fit_start = lambda *_: None  # type: ignore[method-assign]
+    watch.sums = {}
+    module = Unfreezing()
+    quiet_trainer(2, callbacks=[watch]).fit(module, loader(share(batches(3), [4, 4], rank.index)))
+    return watch.statistics, [gradients["text.stem.weight"] for gradients in module.gradients]
+
+
+def test_a_step_whose_plan_is_made_anew_has_reduced_statistics_and_rows_keep_their_names() -> None:
+    for statistics, stem in watch_unfreezing.launch():
+        key = LayerKey("text", "stem", "dense")
+        assert [key in found.keys for found in statistics] == [False, True, True]
+        assert set(statistics[0].keys) == set(statistics[1].keys) - {key}
+        assert stem[1] is not None
+        for found in statistics[1:]:
+            assert found.reduced.size[found.keys.index(key)] == 40
+        # nobody read the packing of a plan that was not there
+        assert statistics[1].local.square.isnan().all()
+        assert statistics[2].local.square.isfinite().all()
+
+
+class Silent(TwoTowers):
+    """The second rank has no loss in the first batch."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        return None if self.global_rank == 1 and batch_idx == 0 else loss
+
+    def on_train_batch_end(self, *args: object) -> None:
+        pass
+
+
+@on_ranks(2)
+def watch_silent(rank: Rank) -> Any:
+    watch = Watch()
+    module = Silent(has_own_moe=False)
+    # a loss of each rank's own rows, so that the rank without one owes the other nothing
+    module.compute_loss = lambda batch: module.image(batch[0]).square().mean() + module.text(batch[1]).square().mean()
+    quiet_trainer(2, callbacks=[watch]).fit(module, loader(share(batches(1), [4, 4], rank.index)))
+    return watch.statistics[0]
+
+
+def test_zeros_that_stand_in_for_a_missing_loss_are_no_gradients_of_that_rank() -> None:
+    for found in watch_silent.launch():
+        row = found.keys.index(LayerKey("image", "stem", "dense"))
+        assert found.reduced.size[row] == 45
+        assert found.local.size[row] == 45
+
+
+@on_ranks(2)
+def watch_masters(rank: Rank) -> Any:
+    watch = Watch()
+    module = TwoTowers(has_own_moe=False).float()
+    data = [(x.bfloat16(), y.bfloat16()) for x, y in share(batches(1), [4, 4], rank.index)]
+    plugin = MoEClipPrecision("bf16-true", master_weights=True)
+    quiet_trainer(2, callbacks=[watch], plugins=[plugin]).fit(module, loader(data))
+    return watch.statistics[0], module.gradients[0]
+
+
+def test_gradients_of_masters_are_those_of_the_parameters() -> None:
+    for found, gradients in watch_masters.launch():
+        wanted = sum(g.double().square().sum().item() for g in gradients.values() if g is not None)
+        assert abs(found.reduced.square.sum().item() - wanted) <= 1e-6 * wanted
+
+
+@on_ranks(2)
+def watch_noise_of_nan(rank: Rank) -> Any:
+    class Poisoned(Watch):
+        def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+            super().on_train_batch_start(trainer)
+            if trainer.global_rank == 1:
+                module.image.stem.weight.register_hook(lambda g: torch.full_like(g, torch.nan))
+
+    watch = Poisoned()
+    quiet_trainer(2, callbacks=[watch]).fit(TwoTowers(), loader(share(batches(1), [4, 4], rank.index)))
+    return watch.statistics[0]
+
+
+def test_noise_is_unknown_where_a_rank_has_gradients_that_are_not_finite() -> None:
+    for found in watch_noise_of_nan.launch():
+        row = found.keys.index(LayerKey("image", "stem", "dense"))
+        assert found.local.num_nonfinite[row] == 40
+        assert found.noise[row].isnan()
+        assert found.noise[found.keys.index(LayerKey("text", "stem", "dense"))] > 0
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
+def test_on_one_process_a_step_that_lightning_leaves_out_publishes_nothing() -> None:
+    class LeavesOut(TwoTowers):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
+            return None if batch_idx == 1 else self.compute_loss(batch)
+
+        def on_train_batch_end(self, *args: object) -> None:
+            pass
+
+    watch = Watch()
+    plugin = MoEClipPrecision("16-mixed", device="cpu", init_scale=2.0**10)
+    trainer = quiet_trainer(
+        1, strategy=MoEClipStrategy(), callbacks=[watch], plugins=[plugin], accumulate_grad_batches=2
+    )
+    trainer.fit(LeavesOut(has_own_moe=False), loader(batches(2)))
+    assert watch.statistics == [None]
+
+
+def test_square_of_a_large_float32_tensor_is_that_of_float64_and_does_not_overflow() -> None:
+    generator = torch.Generator().manual_seed(0)
+    key = LayerKey("image", "embedding", "dense")
+    for values in (torch.randn(2**23 + 3, generator=generator), torch.full((2**23,), 0.1)):
+        wanted = values.double().square().sum().item()
+        # equal elements in rows of 4096, one rounded after the other: 5e-6
+        assert abs(sums_of([(key, values)])[1].square.item() - wanted) <= 1e-5 * wanted
+        found = sum_of_squares([values, values[:5], values[:0]], device=torch.device("cpu")).item()
+        wanted += values[:5].double().square().sum().item()
+        assert abs(found - wanted) <= 1e-5 * wanted
+    huge = sums_of([(key, torch.full((3,), 1e30))])[1]
+    assert abs(huge.square.item() - 3e60) <= 1e-6 * 3e60
+    assert huge.num_nonfinite == 0
+
+
+def test_a_complex_gradient_counts_its_real_and_imaginary_parts() -> None:
+    value = torch.tensor([3 + 4j, 0 - 2j], dtype=torch.complex64)
+    found = sums_of([(LayerKey(None, "filter", "dense"), value.conj())])[1]
+    assert [found.size, found.total, found.num_zeros] == [4, 3 - 4 + 2, 1]
+    epsilon = torch.finfo(torch.float32).eps
+    for square in (found.square, sum_of_squares([value], device=torch.device("cpu"))):
+        assert abs(square.item() - (9 + 16 + 4)) <= 29 * 4 * epsilon
 
 
 def test_variance_is_that_of_torch_in_float64_and_nan_for_one_element() -> None:

@@ -45,8 +45,9 @@ def _measured(module: str, name: str, row: str, comparison: Comparison, bound: f
 STEP, MEMORY, LOSS, MOE = (
     f"benchmarks.{name}" for name in ("step_time", "gradient_memory", "contrastive_loss", "moe_layer")
 )
-PRECISION, LOW = "benchmarks.precision_time", "benchmarks.low_precision"
-RECALL, BROWSER = "proof.example_recall", "proof.heatmap_in_browser"
+PRECISION, LOW, SNAPSHOT = (f"benchmarks.{name}" for name in ("precision_time", "low_precision", "snapshot"))
+RECALL, BROWSER, STABLE = "proof.example_recall", "proof.heatmap_in_browser", "proof.stability"
+COPIES = "snapshot time / one memory copy of as many bytes"
 
 BARS = [
     _measured(STEP, "step time, ours / stock DDP", "step: ours / stock DDP(find_unused)", "<=", 1.03),
@@ -64,14 +65,23 @@ BARS = [
     _measured(LOW, "steps skipped for spikes, own scale / one scale", "overflow: own scale / one scale", "<", 1.0),
     _measured(LOW, "decrease missed by bf16 with masters / float32's", "masters: decrease missed", "<=", 0.05),
     _measured(LOW, "decrease of plain bf16-true / float32's", "masters: decrease of plain", "<", 0.5),
+    _measured(SNAPSHOT, COPIES, "snapshot: take / copy, 1 thread", "<=", 2.0),
+    _measured(SNAPSHOT, f"{COPIES}, torch's threads", "snapshot: take / copy, torch's number", "<=", 2.0),
     _measured(RECALL, "held-out recall at 1", "recall at 1", ">=", 0.80),
     _measured(RECALL, "training time in seconds", "seconds", "<", 300.0),
     _measured(RECALL, "mean of three seeds to one process, points", "difference of means", "<=", 3.0),
     _measured(RECALL, "each of three seeds to one process, points", "largest difference", "<=", 6.0),
     _measured(RECALL, "mean of resumed with ep=1 to one process, points", "difference of resumed means", "<=", 3.0),
     _measured(RECALL, "each of resumed with ep=1 to one process, points", "difference of resumed to", "<=", 6.0),
+    _measured(STABLE, "shuffled pairs, steps until the loss tells", "detection: steps until the loss", "<=", 10.0),
+    _measured(STABLE, "shuffled pairs, steps until the cosine tells", "detection: steps until the cosine", "<=", 10.0),
+    _measured(STABLE, "flagged steps of three healthy runs", "detection: flagged steps of healthy", "<=", 0.0),
+    _measured(STABLE, "rollbacks, resyncs in 2,000 healthy steps", "noise, float32: rollbacks", "<=", 0.0),
+    _measured(STABLE, "the same in float16 with a loss scale", "noise, float16: rollbacks", "<=", 0.0),
     _measured(BROWSER, "heatmap found in TensorBoard by a browser", "heatmap in TensorBoard", ">=", 1.0),
 ]
+
+_OF_STABILITY = next(bar for bar in BARS if bar.csv == "stability.csv")
 
 # figures that say how far a bar is from what is possible: (name, bar of the same run, how the row's name begins)
 BESIDE = [
@@ -81,4 +91,14 @@ BESIDE = [
     ("step time in 16-mixed, now / before loss scales", BARS[9], "step 16-mixed: now / "),
     ("step time in 16-mixed, local / unified", BARS[9], "step 16-mixed: local / unified"),
     ("MoE, time of bare GEMMs of the same FLOPs / ours", BARS[7], "share_of_bare_gemms"),
+    ("recall at 1 after 240 steps, no fault", _OF_STABILITY, "recall: none"),
+    ("recall at 1, 30 shuffled batches, rolled back", _OF_STABILITY, "recall: shuffled, rolled back"),
+    ("recall at 1, 30 shuffled batches, only watched", _OF_STABILITY, "recall: shuffled, watched"),
+    ("recall at 1, two spikes of the gradient, rolled back", _OF_STABILITY, "recall: spikes, rolled back"),
+    ("recall at 1, two spikes of the gradient, only watched", _OF_STABILITY, "recall: spikes, watched"),
+    ("deviation of the cosine, no fault", _OF_STABILITY, "cosine: none"),
+    ("deviation of the cosine, shuffled, rolled back", _OF_STABILITY, "cosine: shuffled, rolled back"),
+    ("deviation of the cosine, shuffled, only watched", _OF_STABILITY, "cosine: shuffled, watched"),
+    ("deviation of the cosine, spikes, rolled back", _OF_STABILITY, "cosine: spikes, rolled back"),
+    ("deviation of the cosine, spikes, only watched", _OF_STABILITY, "cosine: spikes, watched"),
 ]

@@ -1,0 +1,116 @@
+"""The few numbers that a step is judged by, equal on all ranks. Waits for the device once per optimizer step."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from lightning_moeclip.callbacks.world import World
+
+__all__ = ["CotangentSums", "DirectionalLoss", "StepNumbers", "losses_of", "reduce_step_numbers"]
+
+
+@runtime_checkable
+class DirectionalLoss(Protocol):
+    """A loss that can tell how far its two halves agree."""
+
+    wants_directions: bool
+
+    def pop_direction_sums(self) -> Tensor | None:
+        """[a.b, a.a, b.b] of this rank since the last call, [3] float64."""
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """What all ranks know of a step before it is taken.
+
+    Attributes:
+        loss: mean over ranks; NaN or infinite when that of any rank is.
+        grad_norm: of the reduced gradients, each logical parameter once; 0 where there are none.
+        cosine: directional; None where it is unknown or undefined.
+        has_directions: some loss told of its directions.
+        is_whole: every rank had a loss.
+    """
+
+    loss: float
+    grad_norm: float
+    cosine: float | None
+    has_directions: bool
+    is_whole: bool
+
+
+class CotangentSums:
+    """Sums over cotangents that a user hands in, until they are taken."""
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+
+    def add(self, first: Tensor | Sequence[Tensor], second: Tensor | Sequence[Tensor]) -> None:
+        """Add the sums of two cotangents of the same features, or of several features in the same order.
+
+        Raises:
+            ValueError: they do not have the same shapes.
+        """
+        firsts, seconds = ([x] if isinstance(x, Tensor) else list(x) for x in (first, second))
+        shapes = [[list(x.shape) for x in tensors] for tensors in (firsts, seconds)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"hand_in(first, second) takes two cotangents of the same features, but their shapes are {shapes[0]} "
+                f"and {shapes[1]}. Give torch.autograd.grad(half, features) of each half of the loss."
+            )
+        for a, b in zip(firsts, seconds, strict=True):
+            wide = torch.float32 if a.device.type == "mps" else torch.float64
+            x, y = (t.detach().flatten().to(wide) for t in (a, b))
+            sums = torch.stack([x @ y, x @ x, y @ y])
+            self._sums = sums if self._sums is None else self._sums + sums
+
+    def pop(self) -> Tensor | None:
+        """The sums since the last pop, [3]; None where nothing was handed in."""
+        sums, self._sums = self._sums, None
+        return sums
+
+
+def losses_of(module: nn.Module) -> list[DirectionalLoss]:
+    """Layers of a module that can tell of their directions."""
+    return [layer for layer in module.modules() if isinstance(layer, DirectionalLoss)]
+
+
+def reduce_step_numbers(world: World, told: Iterable[Tensor | None]) -> StepNumbers:
+    """Sum what each rank knows of the step; a collective.
+
+    Every number has an entry of its own: one that is not finite spoils no other.
+
+    Args:
+        world: the strategy.
+        told: sums over directions of this rank, [3] each; None where a loss was not used.
+    """
+    square = world.gradient_square()
+    device = square.device
+    directions = torch.zeros(4, dtype=square.dtype, device=device)
+    for sums in told:
+        if sums is not None:
+            directions[:3] += sums.to(directions)
+            directions[3] = 1.0
+    loss = world.step_loss.detach().to(directions).reshape(1)
+    total, norm_square, ab, aa, bb, num_told = world.reduce_sums(
+        torch.cat([loss, square.reshape(1), directions])
+    ).tolist()
+    attendance = world.report.attendance
+    return StepNumbers(
+        total / world.world_size,
+        math.sqrt(norm_square) if norm_square >= 0 else math.nan,
+        _cosine(ab, aa, bb) if num_told else None,
+        num_told > 0,
+        attendance is None or attendance.num_live_ranks == world.world_size,
+    )
+
+
+def _cosine(ab: float, aa: float, bb: float) -> float | None:
+    """None where it is not defined: a half sends nothing, or more than numbers hold."""
+    lengths = math.sqrt(aa) * math.sqrt(bb) if aa > 0 and bb > 0 else 0.0
+    if not (0 < lengths < math.inf and math.isfinite(ab)):
+        return None
+    return max(-1.0, min(1.0, ab / lengths))

@@ -1,0 +1,269 @@
+"""Tensors in one flat buffer of host memory, each with a checksum.
+
+A copy of N bytes reads N and writes N. The checksum is a sum of 64-bit words that wraps around, which a flipped bit
+always changes: N more bytes are read. Host tensors are copied and summed in turns, a part at a time that fits the
+cache, so that the second pass reads no memory. That is one thread: with many, hundreds of short calls would wait for
+each other wherever ranks share processors. Small tensors, such as biases and step counters, would cost more in calls
+than in bytes: they are copied in one call and summed in another.
+"""
+
+import math
+import sys
+import weakref
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["HostCopy", "Place", "num_bytes_of", "places_of", "summed_in_copy"]
+
+_WORD, _MODULUS = 8, 2**64
+_ALIGNMENT = 64  # bytes, a cache line
+_SMALL_BYTES = 16 * 1024
+_FLOATS: dict[torch.dtype, type[np.floating[Any]]] = {torch.float32: np.float32, torch.float64: np.float64}
+_PART_BYTES = 512 * 1024  # in the cache of one core, with its copy
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in the buffer; strides are those of the live tensor, so that memory is copied in order."""
+
+    offset: int
+    num_bytes: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def bytes_in(self, buffer: Tensor) -> Tensor:
+        """[num_bytes] uint8 of ``buffer``."""
+        return buffer[self.offset : self.offset + self.num_bytes]
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """The tensor in ``buffer``."""
+        return self.bytes_in(buffer).view(self.dtype).as_strided(self.shape, self.stride)
+
+
+class HostCopy:
+    """Values of named tensors at one time, in host memory.
+
+    Args:
+        tensors: live tensors, whose values ``fill`` takes.
+        places: of ``places_of``.
+
+    Attributes:
+        places: where each tensor lies.
+        buffer: [n] uint8, all there is; pinned when a tensor is on a GPU.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], places: Mapping[str, Place]) -> None:
+        self.places = places
+        self._large = {name: place for name, place in places.items() if place.num_bytes > _SMALL_BYTES}
+        self._small = {name: place for name, place in places.items() if name not in self._large}
+        self._checksums: dict[str, int] = {}
+        num_words = torch.tensor([-(-place.num_bytes // _WORD) for place in self._small.values()], dtype=torch.int64)
+        self._owners = torch.arange(len(self._small)).repeat_interleave(num_words)
+        self._small_bytes = len(self._owners) * _WORD
+        self.buffer = _allocate(num_bytes_of(places), tensors.values())
+        # also what lies between small tensors, which is summed with them
+        self.buffer[len(self.buffer) - self._small_bytes :].zero_()
+        self._views = {name: place.view(self.buffer) for name, place in places.items()}
+
+    @torch.no_grad()
+    def fill(self, tensors: Mapping[str, Tensor], *, checked: Collection[str] = ()) -> list[str]:
+        """Copy the values of the tensors, and wait until they have arrived.
+
+        Args:
+            tensors: with the places of this copy.
+            checked: among those of ``summed_in_copy``.
+
+        Returns:
+            Names among ``checked`` that are not finite.
+        """
+        live = {name: _distinct(tensors[name]) for name in self.places}
+        suspects, on_host, on_device = [], {}, {}
+        for name, place in self._large.items():
+            # sums are those of the live tensor, so that a bad copy is found as well as a bad buffer
+            memory = _memory(live[name], place.stride)
+            if memory.is_cpu:
+                dtype = _FLOATS[place.dtype] if name in checked else None
+                on_host[name], is_finite = _copy_and_sum(place.bytes_in(self.buffer), memory, dtype)
+                suspects += [] if is_finite else [name]
+            else:
+                self._views[name].copy_(live[name], non_blocking=True)
+                on_device[name] = _device_sum(memory)
+        if self._small:
+            views = [self._views[name] for name in self._small]
+            torch._foreach_copy_(views, [live[name] for name in self._small], non_blocking=True)
+        _synchronise(tensors.values())
+        self._checksums = on_host | _numbers(on_device) | self._small_sums(self.buffer)
+        return suspects
+
+    def damaged(self) -> list[str]:
+        """Names of tensors whose bytes in the buffer are not those that were copied."""
+        sums = {name: _sum_words(place.bytes_in(self.buffer)) for name, place in self._large.items()}
+        return self._different(sums | self._small_sums(self.buffer))
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Copy the values back into the tensors, in place.
+
+        Args:
+            tensors: live ones, with the names, shapes and dtypes of those that were copied; strides may differ.
+
+        Returns:
+            Names of tensors that do not hold what they held then.
+        """
+        assert tensors.keys() == self.places.keys(), "the same layout"
+        live = {name: _distinct(tensors[name]) for name in self.places}
+        for name, tensor in live.items():
+            tensor.copy_(self._views[name], non_blocking=True)
+        _synchronise(tensors.values())
+        return self._different(self._sums_of(live))
+
+    def _sums_of(self, live: Mapping[str, Tensor]) -> dict[str, int]:
+        large = {name: _memory(live[name], place.stride) for name, place in self._large.items()}
+        on_host = {name: _sum_words(memory) for name, memory in large.items() if memory.is_cpu}
+        on_device = {name: _device_sum(memory) for name, memory in large.items() if not memory.is_cpu}
+        again = torch.zeros(self._small_bytes, dtype=torch.uint8)
+        begin = len(self.buffer) - self._small_bytes
+        for name, place in self._small.items():
+            place._replace(offset=place.offset - begin).view(again).copy_(live[name])
+        return on_host | _numbers(on_device) | self._small_sums(again)
+
+    def _small_sums(self, buffer: Tensor) -> dict[str, int]:
+        words = buffer[len(buffer) - self._small_bytes :].view(torch.int64)
+        sums = torch.zeros(len(self._small), dtype=torch.int64).index_add_(0, self._owners, words)
+        return {name: number % _MODULUS for name, number in zip(self._small, sums.tolist(), strict=True)}
+
+    def _different(self, sums: Mapping[str, int]) -> list[str]:
+        return [name for name in self.places if sums[name] != self._checksums[name]]
+
+
+def places_of(tensors: Mapping[str, Tensor]) -> dict[str, Place]:
+    """Places of all tensors, the large ones first, each of which begins at a cache line."""
+    distinct = {name: _distinct(tensor) for name, tensor in tensors.items()}
+    places: dict[str, Place] = {}
+    end = 0
+    for is_large in (True, False):
+        for name, tensor in distinct.items():
+            size = _num_bytes(tensor)
+            if (size > _SMALL_BYTES) is is_large:
+                places[name] = Place(end, size, tensor.shape, _memory_stride(tensor), tensor.dtype)
+                end += _padded(size)
+    return places
+
+
+def summed_in_copy(tensors: Mapping[str, Tensor], places: Mapping[str, Place]) -> set[str]:
+    """Names of tensors whose values ``HostCopy.fill`` can look at while they are in the cache."""
+    return {
+        name
+        for name, place in places.items()
+        if place.num_bytes > _SMALL_BYTES and place.dtype in _FLOATS and tensors[name].is_cpu
+    }
+
+
+def num_bytes_of(places: Mapping[str, Place]) -> int:
+    """Bytes of a buffer with these places."""
+    return sum(_padded(place.num_bytes) for place in places.values())
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _padded(num_bytes: int) -> int:
+    alignment = _ALIGNMENT if num_bytes > _SMALL_BYTES else _WORD
+    return -(-num_bytes // alignment) * alignment
+
+
+def _distinct(tensor: Tensor) -> Tensor:
+    """The elements that lie in memory, once each: an expanded tensor repeats some."""
+    tensor = tensor.detach()
+    if 0 in tensor.stride():
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0 and tensor.shape[dim] > 1:
+                tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _memory_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's own strides when it fills a stretch of memory, else those of a contiguous one."""
+    if tensor.is_contiguous():
+        return tensor.stride()
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return torch.empty(tensor.shape, device="meta").stride()
+        expected *= size
+    return tensor.stride()
+
+
+def _memory(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """[n] uint8: the elements in the order of ``stride``, without a copy where the tensor lies like that."""
+    if tensor.stride() != stride:
+        tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _copy_and_sum(target: Tensor, source: Tensor, dtype: type[np.floating[Any]] | None) -> tuple[int, bool]:
+    """Copy [n] uint8 on the host.
+
+    Returns:
+        Sum of the words of ``source``, and whether its values, of ``dtype``, are finite; True without a dtype.
+    """
+    target_bytes, source_bytes, total, is_finite = target.numpy(), source.numpy(), 0, True
+    for start in range(0, len(source_bytes), _PART_BYTES):
+        part = source_bytes[start : start + _PART_BYTES]
+        target_bytes[start : start + _PART_BYTES] = part
+        total += _sum_array(part)
+        if dtype is not None:
+            # the extremes of numpy hold NaN where there is one, and take half of the time of its sum
+            values = part.view(dtype)
+            is_finite &= math.isfinite(np.maximum.reduce(values)) and math.isfinite(np.minimum.reduce(values))
+    return total % _MODULUS, is_finite
+
+
+def _sum_words(memory: Tensor) -> int:
+    """Sum modulo 2**64 of the 64-bit words of [n] uint8 on the host, the last one padded with zeros."""
+    return _sum_array(memory.numpy()) % _MODULUS
+
+
+def _sum_array(memory: "np.ndarray[Any, np.dtype[np.uint8]]") -> int:
+    end = len(memory) // _WORD * _WORD
+    rest = int.from_bytes(memory[end:].tobytes(), sys.byteorder)
+    return int(np.add.reduce(memory[:end].view(np.int64))) + rest
+
+
+def _device_sum(memory: Tensor) -> Tensor:
+    """0-d int64: ``_sum_words`` of [n] uint8 on any device, without waiting for it."""
+    if memory.storage_offset() % _WORD:
+        memory = memory.clone()  # int64 views start at whole words
+    end = len(memory) // _WORD * _WORD
+    rest = torch.nn.functional.pad(memory[end:], (0, end + _WORD - len(memory)))
+    return memory[:end].view(torch.int64).sum() + rest.view(torch.int64).sum()
+
+
+def _numbers(sums: Mapping[str, Tensor]) -> dict[str, int]:
+    """Values of 0-d tensors, waiting once for each device."""
+    found: dict[str, int] = {}
+    for device in {tensor.device for tensor in sums.values()}:
+        here = [name for name, tensor in sums.items() if tensor.device == device]
+        numbers = torch.stack([sums[name] for name in here]).tolist()
+        found |= {name: number % _MODULUS for name, number in zip(here, numbers, strict=True)}
+    return found
+
+
+def _synchronise(tensors: Iterable[Tensor]) -> None:
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
+
+
+def _allocate(size: int, tensors: Iterable[Tensor]) -> Tensor:
+    buffer = torch.empty(size, dtype=torch.uint8)
+    if size and any(tensor.is_cuda for tensor in tensors):
+        # torch's own pinned memory comes in powers of two, up to twice of what the bound allows
+        runtime, address = torch.cuda.cudart(), buffer.data_ptr()
+        if int(runtime.cudaHostRegister(address, size, 0)) == 0:  # else the copies are slower
+            weakref.finalize(buffer, runtime.cudaHostUnregister, address)
+    return buffer
