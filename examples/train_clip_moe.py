@@ -21,7 +21,7 @@ from emoji_clip.training import EmojiTask
 
 from lightning_moeclip import MoEClipStrategy
 from lightning_moeclip.binding import pl  # lightning.pytorch or pytorch_lightning, whichever is installed
-from lightning_moeclip.callbacks.expert_load_monitor import ExpertLoadMonitor
+from lightning_moeclip.callbacks import CosineRollback, ExpertLoadMonitor, ResidualResync, VarianceHeatmap
 
 # the batches are made from memory in well under a millisecond per pair: workers would only cost a process each
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")
@@ -44,7 +44,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def make_trainer(args: argparse.Namespace, total_steps: int) -> pl.Trainer:
     strategy = "auto"
+    # these look on under any strategy, and the two that act need ours
+    callbacks = [VarianceHeatmap(figure_every_n_steps=100), ExpertLoadMonitor()]
     if args.strategy == "moeclip":
+        callbacks += [ResidualResync(), CosineRollback()]
         size = args.expert_parallel_size or math.gcd(args.devices, NUM_EXPERTS)
         strategy = MoEClipStrategy(expert_parallel_size=size, towers={"image": "model.visual", "text": "model.text"})
     has_gpus = torch.cuda.device_count() >= args.devices
@@ -66,8 +69,7 @@ def make_trainer(args: argparse.Namespace, total_steps: int) -> pl.Trainer:
         callbacks=[
             pl.callbacks.TQDMProgressBar(),
             pl.callbacks.ModelCheckpoint(filename="{step}", save_on_train_epoch_end=True),
-            # what the gradients and the experts do, under either strategy
-            ExpertLoadMonitor(),
+            *callbacks,
         ],
     )
 
