@@ -1,32 +1,28 @@
 """Tells the loggers which experts get the tokens of training, under any strategy."""
 
-import inspect
 import json
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_moeclip.binding import Callback, LightningModule, Trainer
-from lightning_moeclip.callbacks.world import check_given_once
-from lightning_moeclip.monitor.expert_load import ALL_TOWERS, ExpertLoad, LoadKey, TowerLoad
+from lightning_moeclip.callbacks.world import World, check_given_once
+from lightning_moeclip.monitor.expert_load import (
+    ALL_TOWERS,
+    CountingLayer,
+    Counts,
+    ExpertLoad,
+    LoadKey,
+    TowerLoad,
+    counting_layers,
+)
 
 __all__ = ["ExpertLoadMonitor", "PublishedLoad"]
-
-Counts = Mapping[str | None, Tensor]
-
-
-class _Layer(Protocol):
-    """Any layer that counts: ``MoE``, or a user's own; counts only grow."""
-
-    num_experts: int
-
-    @property
-    def training_load(self) -> Counts: ...
 
 
 @dataclass(frozen=True)
@@ -53,9 +49,9 @@ class ExpertLoadMonitor(Callback):
     * ``expert_load_dropped/<layer>/<tower>``: part of the choices that ``capacity_factor`` dropped.
 
     All tokens of training since the last publication count, once each, on whichever rank they are: neither evaluation
-    nor recomputation in backward. Works under any strategy, with the same numbers. One all-reduce per publication; when
-    a tower comes up for the first time on any rank, the ranks exchange names as well. What is left when training ends
-    is published then.
+    nor recomputation in backward. Works under any strategy, with the same numbers. One all-reduce per publication, to
+    which strategies other than ``MoEClipStrategy`` add a barrier; when a tower comes up for the first time on any rank,
+    the ranks exchange names and sum once more. What is left when training ends is published then.
 
     A layer of your own takes part when it has ``num_experts`` and ``training_load``, a mapping from the tower (or None)
     to the choices per expert so far, and for drops ``training_drops``.
@@ -78,7 +74,7 @@ class ExpertLoadMonitor(Callback):
             )
         self.every_n_steps = every_n_steps
         self.last: PublishedLoad | None = None
-        self._layers: dict[str, _Layer] = {}
+        self._layers: dict[str, CountingLayer] = {}
         self._towers: tuple[str, ...] = ()
         self._read: dict[str, tuple[Counts, Counts]] = {}
         self._published_step = 0
@@ -90,7 +86,7 @@ class ExpertLoadMonitor(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # not in setup: configure_model, which may build the layers, comes after it
-        self._layers, self._towers, self.last = _layers_of(pl_module), (), None
+        self._layers, self._towers, self.last = counting_layers(pl_module), (), None
         self._read = {name: _counts_of(layer) for name, layer in self._layers.items()}
         self._published_step = trainer.global_step
         if not self._layers and trainer.is_global_zero:
@@ -148,17 +144,7 @@ class ExpertLoadMonitor(Callback):
         return new
 
 
-def _layers_of(module: nn.Module) -> dict[str, _Layer]:
-    """The layers that count, by path; a layer that is used in several places once, with its first path."""
-    return {
-        ".".join(part for part in path.split(".") if part != "_orig_mod"): cast(_Layer, layer)
-        for path, layer in module.named_modules()
-        # wrappers pass the attributes of what they wrap on, which would count twice
-        if inspect.getattr_static(layer, "training_load", None) is not None
-    }
-
-
-def _counts_of(layer: _Layer) -> tuple[Counts, Counts]:
+def _counts_of(layer: CountingLayer) -> tuple[Counts, Counts]:
     """Choices and drops so far, in tensors that stay as they are whatever the layer does with its own."""
     drops: Counts = getattr(layer, "training_drops", {})
     return (
@@ -178,12 +164,18 @@ def _towers_in(counts: Mapping[str, tuple[Counts, Counts]]) -> set[str]:
 
 
 def _sum_over_ranks(
-    trainer: Trainer, layers: Mapping[str, _Layer], towers: tuple[str, ...], counts: Mapping[str, tuple[Counts, Counts]]
+    trainer: Trainer,
+    layers: Mapping[str, CountingLayer],
+    towers: tuple[str, ...],
+    counts: Mapping[str, tuple[Counts, Counts]],
 ) -> ExpertLoad:
     """The metric that ``compute`` sums over ranks, through the strategy, which may be any."""
     strategy = trainer.strategy
 
     def reduce(tensor: Tensor, group: Any = None) -> list[Tensor]:
+        if isinstance(strategy, World):
+            # float64 is exact up to 2^53 tokens
+            return [strategy.reduce_sums(tensor.double().flatten()).to(tensor.dtype).view_as(tensor)]
         return [strategy.reduce(tensor.clone(), reduce_op="sum")]
 
     load = ExpertLoad({name: layer.num_experts for name, layer in layers.items()}, towers=towers, dist_sync_fn=reduce)
@@ -199,17 +191,24 @@ def _all_towers(trainer: Trainer, towers: Collection[str]) -> tuple[str, ...]:
     Raises:
         ValueError: one of them stands for all towers.
     """
-    strategy = trainer.strategy
-    text = json.dumps(sorted(towers)).encode()
-    longest = int(strategy.reduce(torch.tensor(len(text), device=strategy.root_device), reduce_op="max"))
-    # every rank fills its own row, so that the sum is a gather: all_gather of Lightning warns in torch 2.13
-    table = torch.zeros(trainer.world_size, longest, dtype=torch.uint8)
-    table[trainer.global_rank] = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8)
-    rows = strategy.reduce(table.to(strategy.root_device), reduce_op="sum").tolist()
-    names = sorted({name for row in rows for name in json.loads(bytes(row))})
+    strategy, own = trainer.strategy, sorted(towers)
+    by_rank = strategy.gather(own) if isinstance(strategy, World) else _gather(trainer, own)
+    names = sorted({name for row in by_rank for name in row})
     if ALL_TOWERS in names:
         raise ValueError(
             f"A layer counts tokens of a tower {ALL_TOWERS!r}, which ExpertLoadMonitor writes for all towers together. "
             "Call the layer with another name of the tower."
         )
     return tuple(names)
+
+
+def _gather(trainer: Trainer, names: list[str]) -> list[list[str]]:
+    """Names of all ranks, by rank, through what every strategy of Lightning has."""
+    strategy = trainer.strategy
+    text = json.dumps(names).encode()
+    longest = int(strategy.reduce(torch.tensor(len(text), device=strategy.root_device), reduce_op="max"))
+    # every rank fills its own row, so that the sum is a gather: all_gather of Lightning warns in torch 2.13
+    table = torch.zeros(trainer.world_size, longest, dtype=torch.uint8)
+    table[trainer.global_rank] = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8)
+    rows = strategy.reduce(table.to(strategy.root_device), reduce_op="sum").tolist()
+    return [json.loads(bytes(row)) for row in rows]

@@ -26,8 +26,8 @@ def write_picture(trainer: Trainer, tag: str, picture: NDArray[np.uint8], *, ste
     for logger in trainer.loggers:
         if _takes(logger, "log_image"):
             logger.log_image(tag, [picture], step=step)
-        elif _takes(logger.experiment, "add_image"):  # TensorBoard's writer
-            logger.experiment.add_image(tag, picture, step, dataformats="HWC")
+        elif _takes(_experiment_of(logger), "add_image"):  # TensorBoard's writer
+            _experiment_of(logger).add_image(tag, picture, step, dataformats="HWC")
         else:
             continue
         is_taken = True
@@ -54,8 +54,13 @@ def write_table(trainer: Trainer, tag: str, rows: Sequence[Sequence[str]], *, st
     for logger in trainer.loggers:
         if _takes(logger, "log_text"):
             logger.log_text(tag, columns=head, data=body, step=step)
-        elif _takes(logger.experiment, "add_text"):
-            logger.experiment.add_text(tag, markdown, step)
+        elif _takes(_experiment_of(logger), "add_text"):
+            _experiment_of(logger).add_text(tag, markdown, step)
+
+
+def _experiment_of(logger: Any) -> Any:
+    """What a logger writes with; Lightning asks of a logger only ``name``, ``version`` and two methods."""
+    return getattr(logger, "experiment", None)
 
 
 def _takes(receiver: Any, method: str) -> bool:
@@ -65,7 +70,7 @@ def _takes(receiver: Any, method: str) -> bool:
 def _folder_of(trainer: Trainer) -> Path:
     """Folder for files; ``trainer.log_dir`` would broadcast."""
     for logger in trainer.loggers:
-        found = getattr(logger, "log_dir", None) or logger.save_dir
+        found = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None)
         if found:
             return Path(found)
     return Path(trainer.default_root_dir)

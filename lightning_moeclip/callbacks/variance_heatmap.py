@@ -1,5 +1,6 @@
 """Shows how large the gradients of each layer are over time: a heatmap, curves of the towers, a table of the worst."""
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing_extensions import override
 
 from lightning_moeclip.binding import Callback, LightningModule, Trainer
 from lightning_moeclip.callbacks.expert_counts import ExpertCounts
+from lightning_moeclip.callbacks.expert_load_monitor import ExpertLoadMonitor
 from lightning_moeclip.callbacks.local_statistics import LocalStatistics
 from lightning_moeclip.callbacks.pictures import write_picture, write_table
 from lightning_moeclip.callbacks.world import World
@@ -18,6 +20,8 @@ from lightning_moeclip.monitor.heatmap import Heatmap, check_matplotlib
 from lightning_moeclip.monitor.variance_history import NO_TOWER, Sample, VarianceHistory, label_of
 
 __all__ = ["VarianceHeatmap"]
+
+_log = logging.getLogger(__name__)
 
 
 class VarianceHeatmap(Callback):
@@ -34,10 +38,15 @@ class VarianceHeatmap(Callback):
     Under ``MoEClipStrategy`` the numbers equal those of one process. Under any other strategy they are of this rank's
     gradients before the reduction, the tags begin with ``grad_var_local/``, and the picture is rank 0's. Loss scales
     are divided out, micro-batches are summed, evaluation does not count. Expert layers with ``training_load`` add a
-    panel: tokens by expert since the picture before, of rank 0, or of all ranks where ``ExpertLoadMonitor`` tells.
+    panel: tokens by expert of rank 0 since the picture before, or, beside an ``ExpertLoadMonitor``, what that published
+    last of all ranks.
 
-    The picture is drawn on rank 0 when training ends or fails, too. Its scale is that of the first picture, also after
-    resuming from a checkpoint.
+    Samples, scalars and pictures have the step at which Lightning's own ``self.log`` writes: batches that stepped,
+    however many optimizers each of them stepped. The intervals below count every optimizer's steps, as
+    ``trainer.global_step`` does.
+
+    The picture is drawn on rank 0 when training ends or fails, too; what goes wrong with it then is logged, and the
+    error of the run stays. Its scale is that of the first picture, also after resuming from a checkpoint.
 
     Args:
         every_n_steps: optimizer steps between samples; None: the Trainer's ``log_every_n_steps``.
@@ -67,7 +76,7 @@ class VarianceHeatmap(Callback):
         self._counts = ExpertCounts()
         self._watched_step: int | None = None
         self._last_watched: int | None = None
-        self._figures_from = 0
+        self._sampled_step = self._figures_from = 0
         self._drawn_step: int | None = None
         self._parts: dict[int, list[tuple[Sequence[LayerKey], GradSums]]] = {}
 
@@ -89,7 +98,8 @@ class VarianceHeatmap(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._figures_from, self._drawn_step = trainer.global_step, None
+        self._sampled_step = self._figures_from = trainer.global_step
+        self._drawn_step = None
         self._counts.restart(pl_module)
 
     @override
@@ -134,8 +144,8 @@ class VarianceHeatmap(Callback):
     ) -> None:
         self._publish(trainer)
         every = self.figure_every_n_steps
-        if self.history.samples and (step := self.history.samples[-1].step) // every > self._figures_from // every:
-            self._figures_from = step
+        if self._sampled_step // every > self._figures_from // every:
+            self._figures_from = self._sampled_step
             self._draw(trainer)
 
     @override
@@ -145,8 +155,12 @@ class VarianceHeatmap(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # the step that failed is the one to look at
-        self._publish(trainer)
-        self._draw(trainer)
+        for act in (self._publish, self._draw):
+            try:
+                act(trainer)
+            except Exception:
+                # not a warning, which may be an error: the user has one already
+                _log.exception("VarianceHeatmap could not show the last samples of a run that failed.")
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -171,6 +185,9 @@ class VarianceHeatmap(Callback):
         self._parts = {}
         if step is None or not parts:
             return
+        self._sampled_step = step
+        # Lightning counts the batch behind its last hook, so this is the step of what the module logs in it
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
         scalars = self._scalars(self.history.add(step, parts))
         metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
         trainer.callback_metrics.update(metrics)
@@ -193,7 +210,8 @@ class VarianceHeatmap(Callback):
         self._drawn_step = step
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
-        loads, source = self._counts.take(trainer.callback_metrics)
+        monitor = next((c for c in trainer.callbacks if isinstance(c, ExpertLoadMonitor)), None)
+        loads, source = self._counts.take(None if monitor is None else monitor.last)
         self.picture.set_loads(loads, source=source)
         tag = f"{self.prefix}{self._area}"
         folder = f"{self.prefix}grad_variance"

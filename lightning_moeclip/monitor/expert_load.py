@@ -6,18 +6,40 @@ other's experts look unbalanced one by one, and are balanced together.
 Shapes: L layers, S towers with a row, R = L (1 + S) + 1 rows, E experts (of the layer with the most, in the table).
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 from typing_extensions import override
 
-__all__ = ["ALL_TOWERS", "ExpertLoad", "LoadKey", "TowerLoad"]
+__all__ = ["ALL_TOWERS", "CountingLayer", "Counts", "ExpertLoad", "LoadKey", "TowerLoad", "counting_layers"]
 
 ALL_TOWERS = "all"
+Counts = Mapping[str | None, Tensor]
+
+
+class CountingLayer(Protocol):
+    """Any layer that counts: ``MoE``, or a user's own; counts only grow."""
+
+    num_experts: int
+
+    @property
+    def training_load(self) -> Counts:
+        """This rank's choices per expert so far, [E], by tower (None for tokens of no tower)."""
+
+
+def counting_layers(module: nn.Module) -> dict[str, CountingLayer]:
+    """The layers that count, by path; a layer that is used in several places once, with its first path."""
+    return {
+        ".".join(part for part in path.split(".") if part != "_orig_mod"): cast(CountingLayer, layer)
+        for path, layer in module.named_modules()
+        # wrappers pass the attributes of what they wrap on, which would count twice
+        if inspect.getattr_static(layer, "training_load", None) is not None
+    }
 
 
 class LoadKey(NamedTuple):

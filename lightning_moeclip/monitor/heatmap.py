@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_moeclip.gradients.report import LayerKey
+from lightning_moeclip.monitor.load_panel import LoadPanel
 from lightning_moeclip.monitor.variance_history import NO_TOWER, VarianceHistory, label_of, shorten
 
 if TYPE_CHECKING:
@@ -27,7 +29,8 @@ _DPI = 100
 _PLOT_WIDTH, _GAP, _TOP, _BOTTOM, _RIGHT = 7.2, 0.32, 0.65, 0.6, 1.15
 _BAR_HEIGHT, _RATIO_HEIGHT = 5.0, 1.3
 _MANY_ROWS = 60  # from here on rows are lower
-_MOST_NUMBERS = 16  # experts of a layer, for which the load has room for numbers
+
+_Rows = Mapping[str | None, Sequence[LayerKey]]
 
 
 def check_matplotlib() -> None:
@@ -54,7 +57,6 @@ class _Layout:
     ratio: tuple[str, str] | None
     load_rows: tuple[str, ...]
     load_columns: int
-    load_source: str
 
     @property
     def num_rows(self) -> int:
@@ -75,6 +77,7 @@ class Heatmap:
     Attributes:
         history: what is drawn.
         note: behind the title, such as "local to rank 0".
+        loads: the panel of the experts.
         figure: the figure, made by the first :meth:`render` and anew when rows come or go.
     """
 
@@ -83,8 +86,7 @@ class Heatmap:
     def __init__(self, history: VarianceHistory, *, note: str = "") -> None:
         self.history = history
         self.note = note
-        self._loads: dict[str, list[float]] = {}
-        self._load_source = ""
+        self.loads = LoadPanel()
         self._layout: _Layout | None = None
 
     def set_loads(self, counts: Mapping[str, Sequence[float]], *, source: str) -> None:
@@ -92,10 +94,9 @@ class Heatmap:
 
         Args:
             counts: tokens by expert, or any multiple of them, by name of the layer.
-            source: whose tokens they are, such as "rank 0".
+            source: whose tokens they are, and since when, such as "rank 0 since step 100".
         """
-        self._loads = {name: list(values) for name, values in counts.items()}
-        self._load_source = source
+        self.loads.set(counts, source=source)
 
     def render(self) -> NDArray[np.uint8]:
         """The picture as it stands, [height, width, 3].
@@ -105,32 +106,24 @@ class Heatmap:
         """
         if not self.history.samples:
             raise ValueError("The history has no samples to draw. Call VarianceHistory.add(step, parts) first.")
-        layout = self._new_layout()
+        rows = self.history.rows_by_tower()
+        ratio = self.history.log_ratios(rows)
+        layout = self._new_layout(rows, None if ratio is None else ratio[:2])
         if layout != self._layout:
             self._build(layout)
             self._layout = layout
-        self._fill(layout)
+        self._fill(rows, None if ratio is None else ratio[2])
         canvas: Any = self.figure.canvas
         canvas.draw()
         return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
-    def _new_layout(self) -> _Layout:
-        history = self.history
-        keys = history.keys()
-        towers = history.towers()
-        panels = []
-        for tower in towers:
-            rows = [label_of(k, is_square=k in history.single) for k in keys if k.tower == tower]
-            panels.append((NO_TOWER if tower is None else tower, tuple(shorten(row) for row in rows)))
-        ratio = history.log_ratios()
-        return _Layout(
-            history.freeze_range(),
-            tuple(panels),
-            None if ratio is None else ratio[:2],
-            tuple(map(shorten, self._loads)),
-            max((len(values) for values in self._loads.values()), default=0),
-            self._load_source,
+    def _new_layout(self, rows: _Rows, ratio: tuple[str, str] | None) -> _Layout:
+        single = self.history.single
+        panels = tuple(
+            (NO_TOWER if tower is None else tower, tuple(shorten(label_of(k, is_square=k in single)) for k in keys))
+            for tower, keys in rows.items()
         )
+        return _Layout(self.history.freeze_range(), panels, ratio, self.loads.rows, self.loads.num_columns)
 
     def _build(self, layout: _Layout) -> None:
         from matplotlib import colormaps
@@ -159,8 +152,9 @@ class Heatmap:
             self._add_ratio(*layout.ratio)
         for axes in self._time_axes[:-1]:
             axes.tick_params(labelbottom=False)
-        self._time_axes[-1].set_xlabel("optimizer step", fontsize=10)
-        self._load_image = self._add_loads(layout) if layout.load_rows else None
+        self._time_axes[-1].set_xlabel("step", fontsize=10)
+        if layout.load_rows:
+            self._add_loads(layout)
         self._add_head()
 
     def _next_axes(self, height: float, *, width: float = _PLOT_WIDTH) -> "Axes":
@@ -204,36 +198,11 @@ class Heatmap:
         axes.set_title(title, fontsize=9, loc="left", pad=4)
         self._time_axes.append(axes)
 
-    def _add_loads(self, layout: _Layout) -> Any:
+    def _add_loads(self, layout: _Layout) -> None:
         self._from_top += _GAP  # room for the steps under the axis above
         axes = self._next_axes(len(layout.load_rows) * layout.row_height)
-        image = axes.imshow(
-            np.zeros((len(layout.load_rows), layout.load_columns)),
-            aspect="auto",
-            interpolation="nearest",
-            cmap="coolwarm",
-            vmin=0.0,
-            vmax=2.0,
-        )
         axes.set_facecolor(tuple(c / 255 for c in ABSENT))
-        axes.set_yticks(range(len(layout.load_rows)), layout.load_rows, fontsize=layout.font_size)
-        step = max(1, layout.load_columns // 16)
-        axes.set_xticks(range(0, layout.load_columns, step))
-        axes.tick_params(axis="x", labelsize=8)
-        axes.set_xlabel("expert", fontsize=10)
-        title = (
-            f"expert load, {layout.load_source}: share of a layer's tokens; blue none, grey even, red twice and more"
-        )
-        axes.set_title(title, fontsize=9, loc="left", pad=4)
-        has_room = layout.load_columns <= _MOST_NUMBERS
-        self._load_texts = [
-            [
-                axes.text(column, row, "", ha="center", va="center", fontsize=layout.font_size)
-                for column in range(layout.load_columns if has_room else 0)
-            ]
-            for row in range(len(layout.load_rows))
-        ]
-        return image
+        self.loads.build(axes, font_size=layout.font_size)
 
     def _add_head(self) -> None:
         from matplotlib.patches import Patch
@@ -253,25 +222,23 @@ class Heatmap:
             bbox_to_anchor=(1.0, 1.0),
         )
 
-    def _fill(self, layout: _Layout) -> None:
+    def _fill(self, rows: _Rows, ratio: Sequence[float] | None) -> None:
         history = self.history
-        keys = history.keys()
         number = len(history.samples)
-        for image, tower in zip(self._images, history.towers(), strict=True):
-            rows = [key for key in keys if key.tower == tower]
-            cells = np.array([[s.cells.get(key, math.nan) for s in history.samples] for key in rows])
+        for image, keys in zip(self._images, rows.values(), strict=True):
+            cells = np.array([[s.cells.get(key, math.nan) for s in history.samples] for key in keys])
             image.set_data(self._colour(cells))
-            image.set_extent((-0.5, number - 0.5, len(rows) - 0.5, -0.5))
-        ratio = history.log_ratios()
+            image.set_extent((-0.5, number - 0.5, len(keys) - 0.5, -0.5))
         if ratio is not None:
-            self._ratio_line.set_data(range(number), ratio[2])
-            known = [value for value in ratio[2] if not math.isnan(value)]
+            self._ratio_line.set_data(range(number), ratio)
+            known = [value for value in ratio if not math.isnan(value)]
             self._time_axes[-1].set_ylim(min([-1.0, *known]) - 0.3, max([1.0, *known]) + 0.3)
         ticks = sorted({round(i * (number - 1) / 7) for i in range(8)})
         for axes in self._time_axes:
             axes.set_xlim(-0.5, number - 0.5)
             axes.set_xticks(ticks, [str(history.samples[i].step) for i in ticks], fontsize=9)
-        self._fill_loads(layout)
+        if self.loads.rows:
+            self.loads.fill()
         note = f", {self.note}" if self.note else ""
         self._title.set_text(f"Gradient variance, step {history.samples[-1].step}{note}")
 
@@ -284,19 +251,6 @@ class Heatmap:
         colours[np.isposinf(cells)] = NON_FINITE
         colours[np.isnan(cells)] = ABSENT
         return colours
-
-    def _fill_loads(self, layout: _Layout) -> None:
-        if self._load_image is None:
-            return
-        relative = np.full((len(layout.load_rows), layout.load_columns), np.nan)
-        for row, counts in enumerate(self._loads.values()):
-            total = sum(counts)
-            if total > 0:
-                relative[row, : len(counts)] = [count * len(counts) / total for count in counts]
-            for column, text in enumerate(self._load_texts[row]):
-                has_share = column < len(counts) and total > 0
-                text.set_text(f"{counts[column] / total:.0%}" if has_share else "")
-        self._load_image.set_data(relative)
 
 
 def _widest(names: Sequence[str], layout: _Layout) -> float:

@@ -30,7 +30,7 @@ class Sample:
     """What one step's gradients were.
 
     Attributes:
-        step: optimizer step.
+        step: of the run, on any axis that only grows.
         cells: by row, in the order of the module.
         towers: the same over all elements of a tower; NaN too where these are fewer than two.
     """
@@ -130,7 +130,7 @@ class VarianceHistory:
         """Take the statistics of a step; those of the same step and of later ones, from before a return, go.
 
         Args:
-            step: optimizer step.
+            step: the sample's.
             parts: keys and sums of each optimizer that stepped in it.
         """
         rows = rows_of(parts)
@@ -160,33 +160,44 @@ class VarianceHistory:
 
     def keys(self) -> list[LayerKey]:
         """Rows of all samples kept: in the order of the newest, each row it lacks behind its neighbour of before."""
-        order = list(self.samples[-1].cells) if self.samples else []
+        order = dict.fromkeys(self.samples[-1].cells) if self.samples else {}
         for sample in reversed(self.samples[:-1]):
-            at = 0
-            known = {key: index for index, key in enumerate(order)}
+            # rows seldom come or go, and then this is all there is to do
+            if sample.cells.keys() <= order.keys():
+                continue
+            neighbour: LayerKey | None = None
+            lacking: dict[LayerKey | None, list[LayerKey]] = {}
             for key in sample.cells:
-                if key in known:
-                    at = order.index(key) + 1
+                if key in order:
+                    neighbour = key
                 else:
-                    order.insert(at, key)
-                    at += 1
-        return order
+                    lacking.setdefault(neighbour, []).append(key)
+            first = lacking.get(None, [])
+            order = dict.fromkeys([*first, *(row for key in order for row in (key, *lacking.get(key, [])))])
+        return list(order)
 
-    def towers(self) -> list[str | None]:
-        """Towers of the rows, in the order of the rows; what belongs to none comes last."""
-        found = dict.fromkeys(key.tower for key in self.keys())
-        return sorted(found, key=lambda tower: tower is None)
+    def rows_by_tower(self) -> dict[str | None, list[LayerKey]]:
+        """Rows of each tower, both in the order of :meth:`keys`; what belongs to no tower comes last."""
+        rows: dict[str | None, list[LayerKey]] = {}
+        for key in self.keys():
+            rows.setdefault(key.tower, []).append(key)
+        if None in rows:
+            rows[None] = rows.pop(None)
+        return rows
 
-    def log_ratios(self) -> tuple[str, str, list[float]] | None:
+    def log_ratios(self, towers: Iterable[str | None]) -> tuple[str, str, list[float]] | None:
         """Two towers and log2 of the ratio of their variances by sample, NaN where one is not positive and finite.
+
+        Args:
+            towers: what there is, such as :meth:`rows_by_tower`.
 
         Returns:
             None unless there are exactly two towers.
         """
-        towers = [tower for tower in self.towers() if tower is not None]
-        if len(towers) != 2:
+        named = [tower for tower in towers if tower is not None]
+        if len(named) != 2:
             return None
-        first, second = towers
+        first, second = named
         pairs = [(s.towers.get(first, math.nan), s.towers.get(second, math.nan)) for s in self.samples]
         ratios = [math.log2(a) - math.log2(b) if 0 < a < math.inf and 0 < b < math.inf else math.nan for a, b in pairs]
         return first, second, ratios

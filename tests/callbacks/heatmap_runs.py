@@ -12,7 +12,7 @@ from tests.models import TwoTowers, batches, loader, quiet_trainer
 
 
 class NoteTaker(Logger):
-    """A logger with images and text of its own, as that of Weights & Biases."""
+    """A logger with images and text of its own, as that of Weights & Biases, and nothing else it need not have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,12 +20,15 @@ class NoteTaker(Logger):
         self.images: list[tuple[str, tuple[int, ...], int | None]] = []
         self.tables: list[tuple[str, list[str], list[list[str]]]] = []
 
-    name, version, experiment = "notes", "0", None
+    name, version = "notes", "0"
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.metrics.append((step, {k: v for k, v in metrics.items() if "grad_var" in k}))
+        self.metrics.append((step, metrics))
+
+    def steps_of(self, tag: str) -> list[int | None]:
+        return [step for step, metrics in self.metrics if tag in metrics]
 
     def log_image(self, key: str, images: list[Any], step: int | None = None) -> None:
         self.images.append((key, images[0].shape, step))

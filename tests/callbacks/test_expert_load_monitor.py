@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_moeclip.binding import LightningModule
@@ -12,6 +14,7 @@ from lightning_moeclip.callbacks.expert_load_monitor import ExpertLoadMonitor
 from lightning_moeclip.strategy import MoEClipStrategy
 from lightning_moeclip.testing import Rank, on_ranks
 from tests.callbacks.watched_fit import EXPERTS, Rows, Shared, Wishes, fit, rows_of
+from tests.gradients.one_process import logged_collectives
 from tests.models import loader, quiet_trainer
 
 # two towers through one layer, uneven rows, a rank without text tokens, one without any, tokens of no tower, and a
@@ -82,6 +85,48 @@ def test_what_is_between_publications_adds_up_and_the_rest_comes_at_the_end() ->
 def test_batches_of_one_step_are_published_together() -> None:
     wanted = [(1, added(BY_HAND[:2])), (2, BY_HAND[2])]
     assert fit_on_ranks.launch(how="ddp", every=1, accumulate=2) == [wanted, wanted]
+
+
+class Overheard(ExpertLoadMonitor):
+    """Notes the collectives of each publication."""
+
+    def __init__(self, log: list[tuple[str, str, int]]) -> None:
+        super().__init__(every_n_steps=1)
+        self.collectives, self.heard = log, []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        start = len(self.collectives)
+        super().on_train_batch_end(*args)
+        self.heard.append([name for name, _, _ in self.collectives[start:]])
+
+
+@on_ranks(2)
+def overhear(rank: Rank) -> tuple[list[list[str]], Rows]:
+    first, last = {"image": [0]}, {"image": [rank.index, 3], None: [2] * 10}
+    with logged_collectives() as log:
+        stock = dist.barrier
+
+        def barrier(*args: Any, **kwargs: Any) -> Any:
+            log.append(("barrier", "", 0))
+            return stock(*args, **kwargs)
+
+        with mock.patch.object(dist, "barrier", barrier):
+            monitor = Overheard(log)
+            quiet_trainer(2, callbacks=[monitor]).fit(Shared(), loader([first, first, last]))
+    assert monitor.last is not None
+    return monitor.heard, rows_of(monitor.last.loads)
+
+
+def test_publication_under_our_strategy_is_one_all_reduce_and_never_a_barrier() -> None:
+    for heard, rows in overhear.launch():
+        assert heard[1:] == [["all_reduce"]] * 2
+        # the names of a new tower go to all ranks in between
+        assert heard[0][0] == heard[0][-1] == "all_reduce"
+        assert "barrier" not in heard[0]
+        assert rows == {
+            ("moe", "all"): ([1, 1, 20, 2], [0] * EXPERTS),
+            ("moe", "image"): ([1, 1, 0, 2], [0] * EXPERTS),
+        }
 
 
 @pytest.mark.parametrize("strategy", ["auto", None])

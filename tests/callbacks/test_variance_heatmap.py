@@ -9,11 +9,11 @@ from typing import Any
 import matplotlib.image
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from lightning_moeclip.binding import Callback, Trainer
+from lightning_moeclip.binding import Callback
 from lightning_moeclip.callbacks import VarianceHeatmap
 from lightning_moeclip.strategy import MoEClipStrategy
 from lightning_moeclip.testing import Rank, on_ranks
@@ -93,9 +93,9 @@ def test_every_logger_gets_scalars_and_pictures_go_to_those_that_take_them(tmp_p
     notes, board, table = NoteTaker(), TensorBoardLogger(tmp_path / "board"), CSVLogger(tmp_path / "csv")
     callback = VarianceHeatmap(every_n_steps=1, prefix="run/")
     trainer = fit(tmp_path, callback, num_batches=2, logger=[notes, board, table])
-    assert [step for step, metrics in notes.metrics if metrics] == [0, 1]
-    assert set(notes.metrics[0][1]) == {"run/grad_var/image", "run/grad_var/text"}
-    assert set(notes.metrics[0][1]) <= set(trainer.callback_metrics)
+    told = [(step, set(metrics)) for step, metrics in notes.metrics if "run/grad_var/image" in metrics]
+    assert told == [(step, {"run/grad_var/image", "run/grad_var/text"}) for step in (0, 1)]
+    assert told[0][1] <= set(trainer.callback_metrics)
     shape = callback.picture.render().shape
     assert notes.images == [("run/grad_var/heatmap", shape, 1)]
     ((key, columns, rows),) = notes.tables
@@ -112,6 +112,21 @@ def test_loggers_without_pictures_have_files_beside_them(tmp_path: Path) -> None
     logger = CSVLogger(tmp_path)
     fit(tmp_path, VarianceHeatmap(every_n_steps=1), num_batches=2, logger=logger)
     assert pngs_in(Path(logger.log_dir)) == ["grad_variance/step_000001.png"]
+
+
+class Least(Logger):
+    """What Lightning asks of a logger, and no more."""
+
+    name, version = "least", "0"
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None: ...
+
+
+def test_logger_that_has_nothing_but_metrics_has_files_beside_it(tmp_path: Path) -> None:
+    fit(tmp_path, VarianceHeatmap(every_n_steps=1), num_batches=2, logger=Least())
+    assert pngs_in(tmp_path) == ["grad_variance/step_000001.png"]
 
 
 @pytest.mark.parametrize("strategy", ["ours", "auto"])
@@ -136,7 +151,9 @@ class TwoOptimizers(TwoTowers):
         first, second = self.optimizers()
         first.zero_grad()
         second.zero_grad()
-        self.manual_backward(self.compute_loss(batch))
+        loss = self.compute_loss(batch)
+        self.log("of_lightning", loss, batch_size=1)
+        self.manual_backward(loss)
         first.step()
         second.step()
 
@@ -153,12 +170,25 @@ def test_optimizers_of_one_batch_share_a_sample(tmp_path: Path, strategy: str) -
     arguments = {} if strategy == "ours" else {"strategy": strategy}
     fit(tmp_path, callback, num_batches=6, module=module, **arguments)
     samples = callback.history.samples
-    assert [sample.step for sample in samples] == [0, 4, 6, 10]  # two steps a batch: the first at or behind 3, 6, 9
+    # two steps a batch, the first at or behind 3, 6, 9: 0, 4, 6, 10, which are these batches
+    assert [sample.step for sample in samples] == [0, 2, 3, 5]
     assert len(samples[0].cells) == 9
     # kept by the module before the first optimizer's step, with both towers' gradients
     for tower in ("image", "text"):
         truth = variance_of(module.gradients[0], tower)
         assert samples[0].towers[tower] == pytest.approx(truth, rel=1e-10)
+
+
+def test_optimizers_of_one_batch_share_the_step_at_which_lightning_logs(tmp_path: Path) -> None:
+    notes, board = NoteTaker(), TensorBoardLogger(tmp_path / "board")
+    callback = VarianceHeatmap(every_n_steps=1, figure_every_n_steps=6)
+    trainer = fit(tmp_path, callback, num_batches=5, module=TwoOptimizers(), logger=[notes, board])
+    assert trainer.global_step == 10
+    assert notes.steps_of("of_lightning") == [0, 1, 2, 3, 4]
+    assert notes.steps_of("grad_var/image") == [0, 1, 2, 3, 4]
+    # the first batch behind six optimizer steps, and the last one
+    assert [step for _, _, step in notes.images] == [3, 4]
+    assert [image.step for image in events_in(board.log_dir).Images("grad_var/heatmap")] == [3, 4]
 
 
 class Fails(TwoTowers):
@@ -172,6 +202,33 @@ def test_a_run_that_fails_leaves_its_last_samples(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="a bug of the user"):
         fit(tmp_path, VarianceHeatmap(every_n_steps=1), module=Fails())
     assert pngs_in(tmp_path) == ["grad_variance/step_000001.png"]
+
+
+class FailsBehindTheStep(TwoTowers):
+    def optimizer_step(self, epoch: int, batch_idx: int, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(epoch, batch_idx, *args, **kwargs)
+        if batch_idx == 2:
+            raise RuntimeError("a bug of the user")
+
+
+class Breaks(NoteTaker):
+    """Fails at the third step's metrics, and with every picture."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if step == 2:
+            raise OSError("no space for metrics")
+
+    def log_image(self, key: str, images: list[Any], step: int | None = None) -> None:
+        raise OSError("no space for pictures")
+
+
+def test_what_fails_while_a_failed_run_is_drawn_is_logged_beside_the_users_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(RuntimeError, match="a bug of the user"):
+        fit(tmp_path, VarianceHeatmap(every_n_steps=1), module=FailsBehindTheStep(), logger=Breaks())
+    told = [r for r in caplog.records if "could not show the last samples of a run that failed" in r.getMessage()]
+    assert [str(record.exc_info[1]) for record in told] == ["no space for metrics", "no space for pictures"]
 
 
 def test_a_resumed_run_goes_on_with_samples_and_scale(tmp_path: Path) -> None:
@@ -201,41 +258,6 @@ def test_many_pictures_of_two_towers_are_one_run_and_open_no_more_files(tmp_path
     assert len(events.Images("grad_var/heatmap")) == 6
     assert len(events.Scalars("grad_var/image")) == len(events.Scalars("grad_var/text")) == 12
     assert len(list(tmp_path.rglob("events*"))) == 1
-
-
-def counted() -> TwoTowers:
-    """A module whose image tower has counted tokens before the fit."""
-    module = TwoTowers()
-    module.image.moe._load.add(None, torch.tensor([100, 0, 0, 0]), None)
-    return module
-
-
-def load_rows(callback: VarianceHeatmap) -> tuple[dict[str, list[float]], str]:
-    return callback.picture._loads, callback.picture._load_source
-
-
-def test_load_of_rank_0_since_the_picture_before_is_a_panel(tmp_path: Path) -> None:
-    callback = VarianceHeatmap(every_n_steps=1)
-    module = counted()
-    fit(tmp_path, callback, num_batches=3, module=module)
-    wanted = {
-        "image.moe": (module.image.moe.training_load[None] - torch.tensor([100, 0, 0, 0])).tolist(),
-        "text.moe": module.text.moe.training_load[None].tolist(),
-    }
-    assert sum(wanted["image.moe"]) == 3 * 8 * 2  # batches, rows, choices
-    assert load_rows(callback) == (wanted, "rank 0")
-
-
-class TellsLoad(Callback):
-    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
-        tags = {"expert_load/image.moe/all/0": 0.25, "expert_load/image.moe/all/1": 0.75, "expert_load/x/image/0": 1.0}
-        trainer.callback_metrics.update({tag: torch.tensor(value) for tag, value in tags.items()})
-
-
-def test_load_of_all_ranks_is_taken_where_it_is_known(tmp_path: Path) -> None:
-    callback = VarianceHeatmap(every_n_steps=1)
-    fit(tmp_path, TellsLoad(), callback, num_batches=1, module=counted())
-    assert load_rows(callback) == ({"image.moe": [0.25, 0.75], "x image": [1.0]}, "all ranks")
 
 
 @pytest.mark.parametrize(

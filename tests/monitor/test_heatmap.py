@@ -136,10 +136,14 @@ def test_second_panel_draws_log2_of_the_two_towers() -> None:
 
 def test_load_panel_shows_each_expert_against_an_even_share() -> None:
     heatmap = heatmap_of(sample())
+    heatmap.set_loads({"image blocks.1": [1, 1, 1, 1], "text blocks.1": [1, 1]}, source="all ranks")
+    heatmap.render()
+    figure = heatmap.figure
     heatmap.set_loads({"image blocks.1": [6, 2, 0, 0], "text blocks.1": [0, 0]}, source="rank 0")
     picture = heatmap.render()
+    assert heatmap.figure is figure
     title = next(a.get_title(loc="left") for a in heatmap.figure.axes if "expert load" in a.get_title(loc="left"))
-    assert "rank 0" in title
+    assert title == "expert load of rank 0: blue none, grey even, red twice and more"
     axes = heatmap.figure.axes[panel_named(heatmap, title)]
     relative = axes.images[0].get_array()
     assert relative[0].tolist() == [3.0, 1.0, 0.0, 0.0]
@@ -147,6 +151,26 @@ def test_load_panel_shows_each_expert_against_an_even_share() -> None:
     assert [text.get_text() for text in axes.texts[:4]] == ["75%", "25%", "0%", "0%"]
     # beside the number, which stands in the middle
     assert colour_at(heatmap, picture, title, 1, 0) == ABSENT
+
+
+def test_title_of_the_load_fits_into_the_picture() -> None:
+    heatmap = heatmap_of(sample())
+    heatmap.set_loads({"moe": [1, 1]}, source="all ranks, as published after 1000000 optimizer steps")
+    picture = heatmap.render()
+    (title,) = (a._left_title for a in heatmap.figure.axes if "expert load" in a.get_title(loc="left"))
+    assert title.get_window_extent(heatmap.figure.canvas.get_renderer()).x1 < picture.shape[1]
+
+
+def test_rows_are_put_in_order_once_for_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    heatmap, calls, keys = heatmap_of(sample(), sample()), [], VarianceHistory.keys
+
+    def counted(history: VarianceHistory) -> list[LayerKey]:
+        calls.append(history)
+        return keys(history)
+
+    monkeypatch.setattr(VarianceHistory, "keys", counted)
+    heatmap.render()
+    assert calls == [heatmap.history]
 
 
 def test_a_hundred_rows_have_a_place_of_their_own() -> None:

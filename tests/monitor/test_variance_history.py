@@ -88,6 +88,47 @@ def test_rows_that_come_later_lie_where_the_module_has_them() -> None:
     assert shrunk.keys() == [IMAGE_0, middle, IMAGE_1]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_lie_behind_their_neighbour_of_before_whatever_comes_and_goes(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    all_keys = [LayerKey("image", f"blocks.{i}", "dense") for i in range(8)]
+    samples = []
+    for _ in range(5):
+        shuffled = torch.randperm(8, generator=generator)
+        samples.append({all_keys[i]: WAVE for i in shuffled[: int(torch.randint(1, 8, (1,), generator=generator))]})
+    # one row after the other, by the words of the docstring
+    wanted = list(samples[-1])
+    for sample in reversed(samples[:-1]):
+        known, at = set(wanted), 0
+        for key in sample:
+            if key not in known:
+                wanted.insert(at, key)
+            at = wanted.index(key) + 1
+    assert history_of(*samples).keys() == wanted
+
+
+class CountedKey(LayerKey):
+    """Counts how often two keys are compared."""
+
+    number = 0
+    __hash__ = LayerKey.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        type(self).number += 1
+        return super().__eq__(other)
+
+
+def test_order_of_rows_takes_a_few_comparisons_of_each_cell() -> None:
+    size, samples = 100, 20
+    # the last row is another one in each sample; keys that are one object would not be compared
+    layers = [[*map(str, range(size - 1)), f"of step {step}"] for step in range(samples)]
+    history = history_of(*[{CountedKey("image", layer, "dense"): WAVE for layer in row} for row in layers])
+    CountedKey.number = 0
+    keys = history.keys()
+    assert CountedKey.number < 3 * size * samples  # size^2 * samples / 2 by looking through a list
+    assert len(keys) == size - 1 + samples
+
+
 def test_colour_scale_is_that_of_the_first_samples_with_two_decades_beyond_and_stays() -> None:
     history = history_of({IMAGE_0: 0 * WAVE})
     assert history.freeze_range() == (1e-12, 1.0)  # nothing to choose from
@@ -103,7 +144,7 @@ def test_ratio_is_log2_of_the_two_towers_and_a_gap_where_one_has_no_variance() -
         {IMAGE_0: 4 * WAVE, TEXT_0: WAVE},
         {IMAGE_0: 0 * WAVE, TEXT_0: WAVE},
     )
-    ratios = history.log_ratios()
+    ratios = history.log_ratios(history.rows_by_tower())
     assert ratios is not None
     assert ratios[:2] == ("image", "text")
     assert ratios[2] == pytest.approx([-2.0, 4.0, math.nan], nan_ok=True)
@@ -112,7 +153,9 @@ def test_ratio_is_log2_of_the_two_towers_and_a_gap_where_one_has_no_variance() -
 @pytest.mark.parametrize("towers", [["image"], ["image", "text", "audio"]])
 def test_there_is_a_ratio_of_two_towers_only(towers: list[str]) -> None:
     rows = {LayerKey(tower, "head", "dense"): WAVE for tower in towers}
-    assert history_of({**rows, SCALE: torch.ones(1)}).log_ratios() is None
+    history = history_of({SCALE: torch.ones(1), **rows})
+    assert list(history.rows_by_tower()) == [*towers, None]
+    assert history.log_ratios(history.rows_by_tower()) is None
 
 
 def test_worst_rows_are_those_farthest_from_their_own_median() -> None:
