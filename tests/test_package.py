@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -134,5 +135,12 @@ def test_public_names_are_found_and_others_are_not() -> None:
     for name in lightning_moeclip.__all__:
         assert getattr(lightning_moeclip, name) is not None
         assert name in dir(lightning_moeclip)
+    for room, names in {
+        "callbacks": {"CosineRollback", "ExpertLoadMonitor", "ResidualResync", "VarianceHeatmap"},
+        "testing": {"InjectedFault", "Rank", "inject", "on_ranks"},
+    }.items():
+        module = import_module(f"lightning_moeclip.{room}")
+        assert set(module.__all__) == names
+        assert all(callable(getattr(module, name)) for name in names)
     with pytest.raises(AttributeError, match="has no attribute 'NoSuchName'"):
         _ = lightning_moeclip.NoSuchName
