@@ -17,7 +17,13 @@ from lightning_moeclip.binding import Callback, LightningModule, Trainer
 from lightning_moeclip.callbacks.rollback_record import RollbackRecord, told
 from lightning_moeclip.callbacks.rollback_settings import RollbackSettings
 from lightning_moeclip.callbacks.snapshots import AgreedSnapshots
-from lightning_moeclip.callbacks.step_numbers import CotangentSums, StepNumbers, losses_of, reduce_step_numbers
+from lightning_moeclip.callbacks.step_numbers import (
+    CotangentSums,
+    DirectionalLoss,
+    StepNumbers,
+    losses_of,
+    reduce_step_numbers,
+)
 from lightning_moeclip.callbacks.world import World, check_given_once, world_of
 from lightning_moeclip.monitor.stability import Finding, Observation, StabilityMonitor, StabilitySettings
 
@@ -97,6 +103,7 @@ class CosineRollback(Callback):
         self.num_rollbacks = 0
         self.observation: Observation | None = None
         self._handed_in = CotangentSums()
+        self._losses: list[DirectionalLoss] = []
         self._snapshots: AgreedSnapshots | None = None
         # by the place of the optimizer: with several, each has losses and norms of its own
         self._monitors: dict[int, StabilityMonitor] = {}
@@ -145,12 +152,12 @@ class CosineRollback(Callback):
             ranks_per_node=trainer.num_devices,
             watched=(self._watched, self._set_watched),
         )
-        self._ask(pl_module, wants=True)
+        self._ask(pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:  # layers may have come since
-            self._ask(pl_module, wants=True)
+            self._ask(pl_module)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -158,7 +165,7 @@ class CosineRollback(Callback):
         if self._pending is not None:
             world.hold_step(f"CosineRollback: {self._pending.reason}")
             return
-        sums = [self._handed_in.pop(), *(loss.pop_direction_sums() for loss in losses_of(pl_module))]
+        sums = [self._handed_in.pop(), *(loss.pop_direction_sums() for loss in self._losses)]
         numbers = reduce_step_numbers(world, sums)
         if not self._monitors and not numbers.has_directions:
             _warn(
@@ -191,7 +198,9 @@ class CosineRollback(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._ask(pl_module, wants=False)
+        for loss in self._losses:
+            loss.wants_directions = False
+        self._losses = []
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -285,9 +294,11 @@ class CosineRollback(Callback):
         for index, state in states.items():
             self._monitors[index].load_state(state)
 
-    def _ask(self, module: LightningModule, *, wants: bool) -> None:
-        for loss in losses_of(module):
-            loss.wants_directions = wants
+    def _ask(self, module: LightningModule) -> None:
+        # a walk through all layers takes milliseconds: not in every step
+        self._losses = losses_of(module)
+        for loss in self._losses:
+            loss.wants_directions = True
 
     def _warn_of_news(self, trainer: Trainer, observation: Observation) -> None:
         """Once when a finding that does not act begins, and not while it lasts."""
