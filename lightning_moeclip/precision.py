@@ -12,14 +12,12 @@ from typing_extensions import override
 
 from lightning_moeclip.binding import (
     DoublePrecision,
-    GradClipAlgorithmType,
     HalfPrecision,
     LightningModule,
-    LightningOptimizer,
     MixedPrecision,
     Precision,
 )
-from lightning_moeclip.casts import CastingPrecision
+from lightning_moeclip.clips import ClippingPrecision
 from lightning_moeclip.gradients.clipping import GradientClipper
 from lightning_moeclip.gradients.local_scaling import LocalScaling
 from lightning_moeclip.gradients.region_scales import RegionScales
@@ -34,7 +32,7 @@ _STOCK = (Precision, MixedPrecision, DoublePrecision, HalfPrecision)
 _STOCK_STATE = "MixedPrecision"
 
 
-class MoEClipPrecision(CastingPrecision):
+class MoEClipPrecision(ClippingPrecision):
     """Precision plugin whose norm, clip factor and skip decision are the same on all ranks.
 
     Args:
@@ -124,16 +122,12 @@ class MoEClipPrecision(CastingPrecision):
         self._scaler = scaler
         self._settings = settings
         self.has_master_weights = master_weights
-        self._clipper: Callable[[], GradientClipper | None] | None = None
-        self._has_spread_experts = False
-        self._note: Callable[[Mapping[str, Any]], None] | None = None
         self._before_hooks: Callable[[Optimizer], None] = _nothing
         self._is_held: Callable[[], bool] | None = None
         self._is_joined = False
         self._regions: LocalScaling | None = None
         self._was_clipped = False
         self._is_update_due = False
-        self._is_left_out = False
 
     @property
     def is_local(self) -> bool:
@@ -329,63 +323,6 @@ class MoEClipPrecision(CastingPrecision):
         self._is_update_due = False
 
     @override
-    def _clip_gradients(self, model: LightningModule, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        if not self._has_spread_experts or not model.automatic_optimization:
-            super()._clip_gradients(model, optimizer, *args, **kwargs)
-            return
-        before = _versions(self.main_params(optimizer))
-        self._was_clipped = False
-        super()._clip_gradients(model, optimizer, *args, **kwargs)
-        if not self._was_clipped and _versions(self.main_params(optimizer)) != before:
-            raise RuntimeError(
-                "configure_gradient_clipping changed gradients by itself. Experts are spread over ranks, so a norm "
-                "taken on one rank misses the others' experts and scales shared weights differently on each. "
-                "Write self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm=...) there, "
-                "or self.trainer.strategy.clip_grad_norm_(max_norm)."
-            )
-
-    @override
-    def clip_gradients(
-        self,
-        optimizer: Optimizer,
-        clip_val: int | float = 0.0,
-        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
-    ) -> None:
-        """Clip by the norm over all ranks, or by value; gradients are unscaled first."""
-        if clip_val <= 0:
-            return
-        self._was_clipped = True
-        self._unscale(optimizer)  # manual optimization clips before the step does it
-        super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
-
-    @override
-    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        self.clip_norm([optimizer], float(clip_val))
-
-    def clip_norm(self, optimizers: Sequence[Optimizer], max_norm: float) -> Tensor:
-        """Clip the reduced gradients of ``optimizers`` by their one norm over all ranks; returns the norm before."""
-        self._was_clipped = True
-        for optimizer in optimizers:
-            self._unscale(optimizer)
-        parameters = [p for optimizer in optimizers for p in self.main_params(optimizer)]
-        clipper = None if self._clipper is None else self._clipper()
-        if clipper is None:
-            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-        norm, factor = clipper.clip(parameters, max_norm)
-        self._tell({"total_norm": norm, "clip_factor": factor})
-        return norm
-
-    def _tell(self, fields: Mapping[str, Any]) -> None:
-        if self._note is not None:
-            self._note(fields)
-
-    def _unscale(self, optimizer: Optimizer) -> None:
-        # LightningOptimizer, which manual optimization hands out, stands for the one that was stepped
-        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if self._scaler is not None and not self._is_left_out:
-            self._scaler.unscale_once(plain)
-
-    @override
     def state_dict(self) -> dict[str, Any]:
         self._settle_scale()
         return {} if self._scaler is None else self._scaler.state_dict()
@@ -416,8 +353,3 @@ def _nothing(_: object) -> None:
 def _needs_closure(step: Callable[..., Any]) -> bool:
     closure = inspect.signature(step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def _versions(parameters: Any) -> list[tuple[int, int]]:
-    """Identity and number of in-place changes of each gradient."""
-    return [(id(p.grad), p.grad._version) for p in parameters if p.grad is not None]
