@@ -132,6 +132,7 @@ class WatchedStrategy(CheckpointingStrategy):
 
     def _learn_who_holds(self) -> bool:
         """Whether a callback, or the module, may hold a step; the same on all ranks, or an error on each."""
+        self._loss = None  # of a run that was aborted within a step
         candidates = [*self._trainer.callbacks, self.lightning_module]
         self._holders = tuple(type(c).__name__ for c in candidates if getattr(c, "may_hold_step", False))
         checks.check_same_on_all_ranks(list(self._holders), what="The list of callbacks that may hold a step")
@@ -139,6 +140,9 @@ class WatchedStrategy(CheckpointingStrategy):
 
     def _begin_watch(self) -> None:
         """Before a training step: look at what was asked for, and forget the step that is over."""
+        if self._has_stepped:
+            self._loss = None
+            self._has_stepped = False
         self._reasons = ()
         self.report = replace(self.report, statistics=None, residual=None, verdict=Verdict())
         if self._corridor is not None:

@@ -105,6 +105,20 @@ def test_loss_of_a_step_is_the_mean_over_its_micro_batches() -> None:
         torch.testing.assert_close(steps, wanted, rtol=1e-12, atol=0.0)
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
+def test_a_step_without_a_loss_on_one_process_has_none() -> None:
+    class Now(TwoTowers):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
+            return None if batch_idx == 1 else self.compute_loss(batch)
+
+        def on_train_batch_end(self, *args: object) -> None:
+            pass
+
+    hold = Hold(None)
+    quiet_trainer(1, callbacks=[hold]).fit(Now(), loader(batches(3)))
+    assert [loss == 0.0 for loss in hold.losses] == [False, True, False]
+
+
 class TwoOptimizers(LightningModule):
     """Two layers, an optimizer each, in manual optimization."""
 
