@@ -58,7 +58,9 @@ class World(Protocol):
     def gradient_square(self) -> Tensor:
         """0-d float64: this rank's part of the squared norm of the reduced gradients; parts of all ranks add up to it.
 
-        Each logical parameter counts once. To be called in ``on_before_optimizer_step``; no communication.
+        Each logical parameter counts once, on one of the ranks that hold it: what was done to the gradients of one rank
+        alone after the reduction is for ``compare`` to find. To be called in ``on_before_optimizer_step``; no
+        communication.
         """
 
     def hold_step(self, reason: str) -> None:
