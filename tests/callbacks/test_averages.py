@@ -63,22 +63,17 @@ def fit(*callbacks: Callback, num_epochs: int) -> None:
 def test_swa_counts_its_models_anew_after_it_went_back() -> None:
     average = pl.callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
 
-    def look() -> tuple[int, int, int, bool]:
+    def look() -> tuple[int, int, bool]:
         assert average.n_averaged is not None
-        return (
-            average.n_averaged.data_ptr(),
-            int(average.n_averaged),
-            average._latest_update_epoch,
-            average._initialized,
-        )
+        return average.n_averaged.data_ptr(), int(average.n_averaged), average._initialized
 
     there_and_back = ThereAndBack(look, take=0, restore=2)
     fit(average, there_and_back, num_epochs=5)
     place = there_and_back.taken[0]
-    assert there_and_back.taken == (place, 1, 0, True)
-    assert there_and_back.before == (place, 3, 2, True)
+    assert there_and_back.taken == (place, 1, True)
+    assert there_and_back.before == (place, 3, True)
     assert there_and_back.after == there_and_back.taken
-    assert look() == (place, 3, 4, True)  # with the models of epochs 3 and 4
+    assert look() == (place, 3, True)  # with the models of epochs 3 and 4
 
 
 def test_a_snapshot_from_before_swa_put_in_its_scheduler_is_refused() -> None:
@@ -88,11 +83,23 @@ def test_a_snapshot_from_before_swa_put_in_its_scheduler_is_refused() -> None:
         fit(average, ThereAndBack(lambda: None, take=0, restore=1), num_epochs=3)
 
 
-def test_the_numbers_of_weight_averaging_go_back() -> None:
-    average = pl.callbacks.EMAWeightAveraging(decay=0.5)
-    there_and_back = ThereAndBack(lambda: average._latest_update_step, take=0, restore=2)
+class Counting(pl.callbacks.EMAWeightAveraging):
+    """An average of Lightning's with a number of its own."""
+
+    num_updates = 0
+
+    @override
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        is_due = super().should_update(step_idx, epoch_idx)
+        self.num_updates += is_due
+        return is_due
+
+
+def test_numbers_of_weight_averaging_go_back_but_the_step_of_its_last_update_which_is_of_the_run() -> None:
+    average = Counting(decay=0.5)
+    there_and_back = ThereAndBack(lambda: (average.num_updates, average._latest_update_step), take=0, restore=2)
     fit(average, there_and_back, num_epochs=3)
-    assert (there_and_back.taken, there_and_back.before, there_and_back.after) == (1, 3, 1)
+    assert (there_and_back.taken, there_and_back.before, there_and_back.after) == ((1, 1), (3, 3), (1, 3))
 
 
 class Own(Callback):
