@@ -121,6 +121,12 @@ class GradientCorridor:
         self._lay_out(keeps_frozen=False)
 
     def _lay_out(self, *, keeps_frozen: bool, is_asked: bool = False) -> None:
+        """Make the plan, and what is made from it, for the parameters as they are now.
+
+        Args:
+            keeps_frozen: parameters of the last plan stay in it while they are switched off.
+            is_asked: statistics are being taken in this step.
+        """
         if self._masters is not None:
             self._masters.cover(self._optimizers())
         outside = optimizer_only_parameters(self._module, self._optimizers())
@@ -142,8 +148,11 @@ class GradientCorridor:
         self.clipper = GradientClipper(self.plan, trainable, self._mesh)
         self.statistics = LayerStatistics(self.plan, trainable, self._mesh, roles, is_asked=is_asked)
         divisors = self._divisors()
-        if self._mesh.world_size == 1 and not divisors:
-            return
+        if self._mesh.world_size > 1 or divisors:
+            self._replace_reducer(trainable, divisors)
+
+    def _replace_reducer(self, trainable: Mapping[str, nn.Parameter], divisors: Mapping[str, Tensor]) -> None:
+        """Hook the parameters anew; what the reducer of the last plan holds goes over to the new one."""
         previous = self.reducer
         if previous is not None:
             previous.detach()

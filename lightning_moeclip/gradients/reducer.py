@@ -70,6 +70,45 @@ class Reducer:
             statistics: reads gradients before they are reduced, in the steps in which it is asked to.
         """
         self.plan = plan
+        self._statistics = statistics
+        self._mesh = mesh
+        self._is_idle_zero = is_idle_zero
+        self._count_unplanned = count_unplanned
+        self._on_unplanned = on_unplanned
+        self._on_finished = on_finished
+        self.buckets = self._make_buckets(parameters, wire_dtype, divisors)
+        self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        self._num_fields = _LAST_BATCH + num_flag_fields(mesh.world_size)
+        self._roll = self._make_roll()
+        self._order = list(self.buckets)
+        self._be_idle()
+        self._accumulators: list[torch.autograd.graph.Node] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        for slot in self._slots:
+            self._hook(slot)
+
+    def _make_buckets(
+        self, parameters: Mapping[str, nn.Parameter], wire_dtype: torch.dtype | None, divisors: Mapping[str, Tensor]
+    ) -> list[Bucket]:
+        return [
+            Bucket(
+                bucket,
+                parameters,
+                divisor=self.plan.divisor,
+                num_replicas=len(self.plan.replicas[bucket.axis]),
+                group=self._mesh.gradient_groups[bucket.axis],
+                wire_dtype=wire_dtype,
+                divisors=divisors,
+            )
+            for bucket in self.plan.buckets
+        ]
+
+    def _make_roll(self) -> Tensor:
+        device = self._slots[0].view.device if self._slots else torch.device("cpu")
+        return torch.zeros(self._num_fields + len(self._slots), dtype=torch.float64, device=device)
+
+    def _be_idle(self) -> None:
+        """Begin where no backward is under way and nobody has asked for anything."""
         self.is_paused = False
         self.is_live = True
         self.is_termination_requested = False
@@ -77,41 +116,12 @@ class Reducer:
         self.step = 0
         self.is_residual_asked = False
         self.residual: ReductionResidual | None = None
-        self._statistics = statistics
-        self._mesh = mesh
-        self._is_idle_zero = is_idle_zero
-        self._count_unplanned = count_unplanned
-        self._on_unplanned = on_unplanned
-        self._on_finished = on_finished
-        self.buckets = [
-            Bucket(
-                bucket,
-                parameters,
-                divisor=plan.divisor,
-                num_replicas=len(plan.replicas[bucket.axis]),
-                group=mesh.gradient_groups[bucket.axis],
-                wire_dtype=wire_dtype,
-                divisors=divisors,
-            )
-            for bucket in plan.buckets
-        ]
-        self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
-        self._num_fields = _LAST_BATCH + num_flag_fields(mesh.world_size)
-        self._roll = torch.zeros(self._num_fields + len(self._slots), dtype=torch.float64, device=self._roll_device())
-        self._order = list(self.buckets)
         self._next = 0
         self._is_open = False
         self._was_live = False
         self._was_spoiled = False
         self._is_driven = False
         self._is_aborted = False
-        self._accumulators: list[torch.autograd.graph.Node] = []
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        for slot in self._slots:
-            self._hook(slot)
-
-    def _roll_device(self) -> torch.device:
-        return self._slots[0].view.device if self._slots else torch.device("cpu")
 
     def _hook(self, slot: Slot) -> None:
         parameter = slot.parameter

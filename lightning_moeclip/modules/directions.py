@@ -76,7 +76,9 @@ class Directions:
         lengths = (None, None) if self.lengths is None else self.lengths
         towers = zip(half, merged, rows, lengths, strict=True)
         products = [_products(a, t, row, length) for a, t, row, length in towers if a is not None and t is not None]
-        aa, at, tt = torch.stack(products).sum(0) if products else torch.zeros(3, dtype=torch.float64)
+        # on the device of the rows, since other backwards are added to it
+        none = torch.zeros(3, dtype=wide_dtype(rows[0]), device=rows[0].device)
+        aa, at, tt = torch.stack(products).sum(0) if products else none
         self.sums.add(torch.stack([aa - at if is_opposed else at - aa, aa, tt - 2 * at + aa]))
 
 

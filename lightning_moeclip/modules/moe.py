@@ -258,9 +258,8 @@ class MoE(nn.Module):
     @torch.compiler.disable  # type: ignore[misc, untyped-decorator]
     def _serve(self, x_TD: Tensor, routing: Routing, tower: str | None) -> Tensor:
         """Everything whose shapes depend on the routing; not traced by torch.compile."""
-        dtype = (
-            torch.get_autocast_dtype(x_TD.device.type) if torch.is_autocast_enabled(x_TD.device.type) else x_TD.dtype
-        )
+        device = x_TD.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_TD.dtype
         plan = self._plan(routing)
         rows_RD = copy_tokens(x_TD.to(dtype), plan)
         out_RD = self._run_experts(rows_RD, plan, dtype)
@@ -282,8 +281,7 @@ class MoE(nn.Module):
 
     def _run_experts(self, rows_RD: Tensor, plan: RowPlan, dtype: torch.dtype) -> Tensor:
         w_in, w_out = self.w_in.to(dtype), self.w_out.to(dtype)
-        axis = self.expert_axis
-        if axis is None:
+        if (axis := self.expert_axis) is None:
             return expert_mlp(rows_RD, w_in, w_out, Segments.of(plan.counts), self.activation)
         needs_grad = rows_RD.requires_grad or any(p.requires_grad for p in self.parameters())
         received = receive(rows_RD, plan.counts, axis, requires_grad=needs_grad)

@@ -7,6 +7,7 @@ each other wherever ranks share processors. Small tensors, such as biases and st
 than in bytes: they are copied in one call and summed in another.
 """
 
+import contextlib
 import math
 import sys
 import weakref
@@ -90,11 +91,12 @@ class HostCopy:
                 on_host[name], is_finite = _copy_and_sum(place.bytes_in(self.buffer), memory, dtype)
                 suspects += [] if is_finite else [name]
             else:
-                self._views[name].copy_(live[name], non_blocking=True)
+                _copy(self._views[name], live[name], device=live[name].device)
                 on_device[name] = _device_sum(memory)
         if self._small:
             views = [self._views[name] for name in self._small]
-            torch._foreach_copy_(views, [live[name] for name in self._small], non_blocking=True)
+            small = [live[name] for name in self._small]
+            torch._foreach_copy_(views, small, non_blocking=all(_is_awaited(tensor.device) for tensor in small))
         _synchronise(tensors.values())
         self._checksums = on_host | _numbers(on_device) | self._small_sums(self.buffer)
         return suspects
@@ -117,7 +119,7 @@ class HostCopy:
         assert tensors.keys() == self.places.keys(), "the same layout"
         live = {name: _distinct(tensors[name]) for name in self.places}
         for name, tensor in live.items():
-            tensor.copy_(self._views[name], non_blocking=True)
+            _copy(tensor, self._views[name], device=tensor.device)
         _synchronise(tensors.values())
         return self._different(self._sums_of(live))
 
@@ -254,6 +256,16 @@ def _numbers(sums: Mapping[str, Tensor]) -> dict[str, int]:
     return found
 
 
+def _is_awaited(device: torch.device) -> bool:
+    """Whether copies from and to this device have arrived after ``_synchronise``, and need not wait themselves."""
+    return device.type in ("cpu", "cuda")
+
+
+def _copy(target: Tensor, source: Tensor, *, device: torch.device) -> None:
+    """Copy between the host and ``device``; the values are there after ``_synchronise``."""
+    target.copy_(source, non_blocking=_is_awaited(device))
+
+
 def _synchronise(tensors: Iterable[Tensor]) -> None:
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.synchronize(device)
@@ -261,9 +273,27 @@ def _synchronise(tensors: Iterable[Tensor]) -> None:
 
 def _allocate(size: int, tensors: Iterable[Tensor]) -> Tensor:
     buffer = torch.empty(size, dtype=torch.uint8)
-    if size and any(tensor.is_cuda for tensor in tensors):
-        # torch's own pinned memory comes in powers of two, up to twice of what the bound allows
-        runtime, address = torch.cuda.cudart(), buffer.data_ptr()
-        if int(runtime.cudaHostRegister(address, size, 0)) == 0:  # else the copies are slower
-            weakref.finalize(buffer, runtime.cudaHostUnregister, address)
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    if size and device is not None:
+        _pin(buffer, device)
     return buffer
+
+
+def _pin(buffer: Tensor, device: torch.device) -> None:
+    """Pin the buffer where the driver lets us; else the copies are slower."""
+    # torch's own pinned memory comes in powers of two, up to twice of what the bound allows
+    runtime, address = torch.cuda.cudart(), buffer.data_ptr()
+    if int(runtime.cudaHostRegister(address, len(buffer), 0)) == 0:
+        weakref.finalize(buffer, runtime.cudaHostUnregister, address)
+    else:
+        _forget_last_error(device)
+
+
+def _forget_last_error(device: torch.device) -> None:
+    """Have CUDA forget a refused call, which the check after the next kernel would take for that kernel's own error.
+
+    torch has no binding of ``cudaGetLastError``. Its check after a kernel calls it, so a kernel of no use meets the
+    error here; one that has broken the device is raised again by whatever comes next.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device)

@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from lightning_moeclip.gradients.master_parameter import MasterParameter, parameter_names
 from lightning_moeclip.state.optimizer_state import OptimizerFrame
 
-__all__ = ["OPTIMIZER_STATE", "LiveState", "Stateful", "live_state"]
+__all__ = ["OPTIMIZER_STATE", "GetAndSet", "LiveState", "Stateful", "live_state"]
 
 OPTIMIZER_STATE = "optimizer_state"
+GetAndSet = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 class Stateful(Protocol):
@@ -43,7 +44,7 @@ class LiveState:
     """
 
     tensors: Mapping[str, Tensor]
-    objects: Mapping[str, tuple[Callable[[], Any], Callable[[Any], None]]]
+    objects: Mapping[str, GetAndSet]
     collect: Callable[[], Mapping[str, Tensor]] | None = field(default=None, kw_only=True)
     layout: Callable[[], Sequence[str]] | None = field(default=None, kw_only=True)
 
@@ -88,16 +89,11 @@ def live_state(
         precision: plugin with the loss scaler.
         averages: further modules by name, such as the model of ``WeightAveraging``.
     """
-    averages = {} if averages is None else averages
     names = parameter_names(module, optimizers)
     frames = [OptimizerFrame(optimizer, names) for optimizer in optimizers]
 
     def collect() -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {f"parameters/{name}": p for name, p in module.named_parameters()}
-        found |= {f"buffers/{name}": buffer for name, buffer in module.named_buffers()}
-        for key, average in averages.items():
-            kept = (*average.named_parameters(), *average.named_buffers())
-            found |= {f"averages/{key}.{name}": tensor for name, tensor in kept}
+        found = _held_by_modules(module, {} if averages is None else averages)
         known = set(map(id, found.values()))
         for i, (optimizer, frame) in enumerate(zip(optimizers, frames, strict=True)):
             found |= _held_by_optimizer(optimizer, i, names, known)
@@ -105,26 +101,49 @@ def live_state(
         return found
 
     def layout() -> list[str]:
-        return [
-            f"optimizer {i}, group {j}: {', '.join(group)}"
-            for i, frame in enumerate(frames)
-            for j, group in enumerate(frame.parameter_names())
-        ]
+        return [*_group_lines(frames), *(f"scheduler {i} of {_class_of(s)}" for i, s in enumerate(schedulers))]
 
-    objects: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
-        "masters": (lambda: _settle(optimizers), lambda _: None)
-    }
+    objects: dict[str, GetAndSet] = {"masters": (lambda: _settle(optimizers), lambda _: None)}
     objects |= {f"scheduler {i}": (s.state_dict, s.load_state_dict) for i, s in enumerate(schedulers)}
     if precision is not None:
         objects["precision"] = (precision.state_dict, precision.load_state_dict)
-    for path, layer in module.named_modules():
-        if type(layer).get_extra_state is not nn.Module.get_extra_state:
-            objects[f"module {path!r}"] = (layer.get_extra_state, layer.set_extra_state)
+    objects |= _extra_states(module)
     # after the schedulers, whose states do not touch the learning rates that they have set
     objects |= {f"optimizer {i}": (frame.read, frame.write) for i, frame in enumerate(frames)}
     # last: a setter may draw a number
     objects["random numbers"] = (_random_states, _set_random_states)
     return LiveState(collect(), objects, collect=collect, layout=layout)
+
+
+def _held_by_modules(module: nn.Module, averages: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Parameters and buffers of the module and of its averages."""
+    found: dict[str, Tensor] = {f"parameters/{name}": p for name, p in module.named_parameters()}
+    found |= {f"buffers/{name}": buffer for name, buffer in module.named_buffers()}
+    for key, average in averages.items():
+        kept = (*average.named_parameters(), *average.named_buffers())
+        found |= {f"averages/{key}.{name}": tensor for name, tensor in kept}
+    return found
+
+
+def _extra_states(module: nn.Module) -> dict[str, GetAndSet]:
+    """Of the layers that define one."""
+    return {
+        f"module {path!r}": (layer.get_extra_state, layer.set_extra_state)
+        for path, layer in module.named_modules()
+        if type(layer).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def _group_lines(frames: Iterable[OptimizerFrame]) -> list[str]:
+    return [
+        f"optimizer {i}, group {j}: {', '.join(group)}"
+        for i, frame in enumerate(frames)
+        for j, group in enumerate(frame.parameter_names())
+    ]
+
+
+def _class_of(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _held_by_optimizer(

@@ -1,6 +1,7 @@
 """One fault at one step on one rank, planted on purpose: what a run that watches itself must find."""
 
-from lightning_moeclip.testing.faults import FAULTS, Fault, ScaleGrad, Stall
+from lightning_moeclip.testing.faults import FAULTS, ScaleGrad, Stall
+from lightning_moeclip.testing.timed_fault import Fault
 
 __all__ = ["inject"]
 

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy, logsigmoid, normalize
 from torch.utils.checkpoint import checkpoint
 
 from lightning_moeclip.modules import ContrastiveLoss, SigmoidLoss
+from lightning_moeclip.modules.directions import Directions, DirectionSums
 from lightning_moeclip.modules.logit_scale import ScaledLoss
 from lightning_moeclip.testing import Rank, on_ranks
 
@@ -208,3 +209,13 @@ def test_the_wish_survives_copies_and_is_no_state(kind: str) -> None:
         other(*(x.requires_grad_() for x in features(7))).backward()
         assert other.pop_direction_sums() is not None
     assert loss.pop_direction_sums() is None
+
+
+def test_sums_without_a_trained_tower_lie_where_the_rows_do() -> None:
+    rows = (torch.empty(2, DIM, device="meta"), torch.empty(2, DIM, device="meta"))
+    sums = DirectionSums()
+    Directions(sums).add((None, None), (None, None), rows=rows, is_opposed=False)
+    Directions(sums).add(rows, rows, rows=rows, is_opposed=False)  # of another backward, whose towers are trained
+    total = sums.pop()
+    assert total is not None
+    assert (total.device.type, total.dtype, total.shape) == ("meta", torch.float64, (3,))

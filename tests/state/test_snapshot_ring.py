@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 from lightning_moeclip.state.host_copy import HostCopy, _device_sum, _sum_words
 from lightning_moeclip.state.snapshot import LiveState, NotFinite, SnapshotRing, live_state
@@ -351,3 +352,17 @@ def test_another_shape_is_told() -> None:
         RuntimeError, match=r"taken without parameters/tensor \[2\] torch.float32 and with parameters/tensor \[4\]"
     ):
         ring.restore(state_of(tensor=torch.zeros(2)))
+
+
+def test_the_state_of_a_scheduler_is_not_loaded_into_one_of_another_class() -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = SGD(layer.parameters(), lr=0.1)
+    first, second = StepLR(optimizer, 3), ExponentialLR(optimizer, 0.5)
+    ring = SnapshotRing(max_bytes=2**20)
+    ring.take(live_state(layer, [optimizer], schedulers=[first]), step=0)
+    live = live_state(layer, [optimizer], schedulers=[second])
+    kept = second.state_dict()
+    lines = r"without scheduler 0 of torch\..*\.ExponentialLR and with scheduler 0 of torch\..*\.StepLR"
+    with pytest.raises(RuntimeError, match=lines):
+        ring.restore(live)
+    assert second.state_dict() == kept
