@@ -11,7 +11,7 @@ class RollbackSettings:
     """Limits of a run that may be rolled back.
 
     Attributes:
-        max_rollbacks: of one run.
+        max_rollbacks: without 64 healthy steps and a new snapshot between them.
         snapshot_every_n_steps: steps between snapshots.
         on_no_snapshot: what happens before there is one.
         max_snapshot_bytes: of host memory for the snapshots of one rank; None for a share of it.
@@ -26,6 +26,17 @@ class RollbackSettings:
     max_snapshot_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        numbers = {
+            "max_rollbacks": (self.max_rollbacks, "The default is 3."),
+            "snapshot_every_n_steps": (self.snapshot_every_n_steps, "The default is 100."),
+            "max_snapshot_bytes": (
+                0 if self.max_snapshot_bytes is None else self.max_snapshot_bytes,
+                "None takes a share of the memory.",
+            ),
+        }
+        for name, (value, hint) in numbers.items():
+            if type(value) is not int:
+                raise ValueError(f"{name}={value!r} must be an integer. {hint}")
         if self.max_rollbacks < 0:
             raise ValueError(f"max_rollbacks={self.max_rollbacks} must be 0 or more. Use max_rollbacks=3.")
         if self.snapshot_every_n_steps < 1:

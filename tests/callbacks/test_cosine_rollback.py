@@ -150,7 +150,8 @@ def test_fourth_fault_in_a_row_ends_the_run_on_all_ranks_with_the_history(rank: 
     with pytest.raises(RuntimeError) as caught:
         train(rank, Faulty(nan_loss=(5, 6, 7, 8), rank=1), batches(10, num_rows=6), rollback, spy)
     message = str(caught.value)
-    assert message.startswith("CosineRollback gives up after 3 rollbacks in this run, at step 8 (epoch 0, batch 8)")
+    assert message.startswith("CosineRollback gives up after 3 rollbacks without 64 healthy steps and a new ")
+    assert "at step 8 (epoch 0, batch 8)" in message
     for step in (5, 6, 7):
         assert f"step {step} (epoch 0, batch {step}): loss nan" in message
     assert message.count("rolled back to step 4") == 3
@@ -179,7 +180,7 @@ def resumed(rank: Rank, folder: str) -> None:
     train(rank, Faulty(nan_loss=(5, 6), rank=1), batches(8, num_rows=6), rollback).save_checkpoint(path)
     module = Faulty(nan_loss=(9, 11), rank=1)
     rows = share(batches(8, num_rows=6), ROWS[2], rank.index)
-    with pytest.raises(RuntimeError, match="gives up after 3 rollbacks in this run, at step 11") as caught:
+    with pytest.raises(RuntimeError, match="gives up after 3 rollbacks without .* at step 11") as caught:
         quiet_trainer(2, callbacks=[again], max_epochs=2).fit(module, loader(rows), ckpt_path=path)
     assert again.history[:2] == rollback.history
     assert told(again)[2:] == [(9, "skipped", None)]
