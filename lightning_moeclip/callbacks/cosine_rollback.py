@@ -3,7 +3,6 @@
 Reads a few numbers on the host in every optimizer step, before it is taken: that is what it is for.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -14,8 +13,9 @@ from typing_extensions import override
 
 from lightning_moeclip.binding import Callback, LightningModule, Trainer
 from lightning_moeclip.callbacks.rollback_ledger import RollbackLedger
-from lightning_moeclip.callbacks.rollback_logs import log_numbers, warn
+from lightning_moeclip.callbacks.rollback_logs import News, OverflowCount, log_numbers, warn
 from lightning_moeclip.callbacks.rollback_record import RollbackRecord
+from lightning_moeclip.callbacks.rollback_schedule import SnapshotSchedule
 from lightning_moeclip.callbacks.rollback_settings import RollbackSettings
 from lightning_moeclip.callbacks.snapshots import AgreedSnapshots
 from lightning_moeclip.callbacks.step_numbers import (
@@ -26,13 +26,9 @@ from lightning_moeclip.callbacks.step_numbers import (
     reduce_step_numbers,
 )
 from lightning_moeclip.callbacks.world import World, check_given_once, world_of
-from lightning_moeclip.gradients.comparison import Category
 from lightning_moeclip.monitor.stability import Finding, Observation, StabilityMonitor, StabilitySettings
 
 __all__ = ["CosineRollback", "RollbackRecord"]
-
-_MAX_OVERFLOWS = 20  # in a row; a scale of 2**16 is at 1 before
-_COMPARED: tuple[Category, ...] = ("parameters", "optimizer")
 
 
 class CosineRollback(Callback):
@@ -118,9 +114,9 @@ class CosineRollback(Callback):
         self._monitors: dict[int, StabilityMonitor] = {}
         self._observations: list[Observation] = []  # of the batch at hand
         self._pending: RollbackRecord | None = None
-        self._kinds: set[str] = set()
-        self._is_set_up = self._has_told_unequal = False
-        self._snapshots_due = self._num_overflows = 0
+        self._is_set_up = False
+        self._schedule = SnapshotSchedule(snapshot_every_n_steps)
+        self._news, self._overflows = News(), OverflowCount()
 
     @property
     def history(self) -> list[RollbackRecord]:
@@ -168,10 +164,10 @@ class CosineRollback(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._monitors, self._observations, self._pending, self._kinds = {}, [], None, set()
-        self._has_told_unequal, self._num_overflows = False, 0
+        self._monitors, self._observations, self._pending = {}, [], None
+        self._news, self._overflows = News(), OverflowCount()
         self._ledger.begin()
-        self._snapshots_due = trainer.global_step // self.limits.snapshot_every_n_steps
+        self._schedule = SnapshotSchedule(self.limits.snapshot_every_n_steps, begin=trainer.global_step)
         self._snapshots = AgreedSnapshots(
             world_of(trainer, self),
             max_bytes=self.limits.max_snapshot_bytes,
@@ -204,7 +200,7 @@ class CosineRollback(Callback):
         self.observation = observation = self._observe(trainer, index, numbers)
         self._observations.append(observation)
         acting = [finding for finding in observation.findings if finding.acts]
-        self._warn_of_news(trainer, observation)
+        self._news.tell(trainer, observation)
         if acting:
             self._decide(trainer, pl_module, world, acting)
 
@@ -220,8 +216,8 @@ class CosineRollback(Callback):
         self._ledger.note_batch(is_healthy=False if pending is not None else is_judged or None)
         if pending is not None:
             self._settle(trainer, pl_module, pending)
-        else:
-            self._keep(trainer, pl_module, observations)
+        elif self._snapshots is not None and self._schedule.keep(trainer, pl_module, self._snapshots, observations):
+            self._ledger.note_confirmed()
         log_numbers(trainer, self._ledger, observations)
 
     @override
@@ -231,12 +227,10 @@ class CosineRollback(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._release()
-        self._snapshots = None
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._release()
-        self._snapshots = None
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -250,15 +244,7 @@ class CosineRollback(Callback):
 
     def _observe(self, trainer: Trainer, index: int, numbers: StepNumbers) -> Observation:
         is_scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
-        is_overflow = is_scaled and math.isfinite(numbers.loss) and not math.isfinite(numbers.grad_norm)
-        self._num_overflows = self._num_overflows + 1 if is_overflow else 0
-        if self._num_overflows == _MAX_OVERFLOWS:
-            warn(
-                trainer,
-                f"CosineRollback, step {trainer.global_step}: gradients have overflowed in {_MAX_OVERFLOWS} steps in a "
-                "row, whatever the loss scale: the scaler finds none that helps, and no step is taken. Look for a "
-                "gradient that is not finite, or use precision='bf16-mixed'.",
-            )
+        self._overflows.note(trainer, numbers, is_scaled=is_scaled)
         monitor = self._monitors.setdefault(index, StabilityMonitor(self.settings))
         return monitor.observe(
             numbers.loss, numbers.grad_norm, numbers.cosine, is_scaled=is_scaled, is_whole=numbers.is_whole
@@ -269,16 +255,11 @@ class CosineRollback(Callback):
         assert self._snapshots is not None, "a step outside fit"
         reason = "; ".join(finding.message for finding in acting)
         # this is the first step made with the parameters of a candidate: they are not known to be good
-        is_known_good = not self._snapshots.refuse()
+        is_known_good = not self._schedule.refuse(self._snapshots)
         is_finite = all(finding.kind != "non_finite" for finding in acting)
         is_skipped = self._ledger.is_cooling and is_known_good and is_finite
-        if not is_skipped and self._snapshots.steps and self._snapshots.drop_unfit(trainer, module):
-            self._snapshots_due = -1
-            warn(
-                trainer,
-                f"CosineRollback, step {trainer.global_step}: parameters, optimizers or schedulers are others than when "
-                "the snapshots were taken, which are dropped. The next healthy step is kept.",
-            )
+        if not is_skipped:
+            self._schedule.drop_unfit(trainer, module, self._snapshots)
         has_snapshot = bool(self._snapshots.steps)
         record = RollbackRecord(
             trainer.global_step,
@@ -296,41 +277,9 @@ class CosineRollback(Callback):
         """After the schedulers of a step that was held: go back, where that was decided, and write it down."""
         if record.action == "rolled back":
             assert self._snapshots is not None, "decided with a snapshot"
-            # gradients in flight belong to what is left behind
-            for optimizer in trainer.optimizers:
-                optimizer.zero_grad(set_to_none=True)
-            module.zero_grad(set_to_none=True)
             record = replace(record, restored_step=self._snapshots.restore(trainer, module))
         self.history.append(record)
         warn(trainer, f"CosineRollback, {record}")
-
-    def _keep(self, trainer: Trainer, module: LightningModule, observations: list[Observation]) -> None:
-        """After a step without a fault: confirm the last snapshot, and take another where one is due."""
-        assert self._snapshots is not None, "a step outside fit"
-        if all(observation.is_judged for observation in observations) and self._snapshots.confirm():
-            self._ledger.note_confirmed()
-        if any(observation.is_new_level for observation in observations):
-            self._snapshots_due = -1  # those before know nothing of it
-        world = world_of(trainer, self)
-        is_due = trainer.global_step // self.limits.snapshot_every_n_steps > self._snapshots_due
-        is_taken = not world.report.verdict.holds_step
-        if is_due and is_taken and all(observation.is_good for observation in observations):
-            self._take(trainer, module, world)
-
-    def _take(self, trainer: Trainer, module: LightningModule, world: World) -> None:
-        assert self._snapshots is not None, "a step outside fit"
-        if world.world_size > 1 and not world.compare(_COMPARED).is_equal:
-            if not self._has_told_unequal:
-                self._has_told_unequal = True
-                warn(
-                    trainer,
-                    f"CosineRollback, step {trainer.global_step}: no snapshot while parameters or optimizer state "
-                    "differ between replicas. ResidualResync() makes them equal again.",
-                )
-            return
-        self._snapshots_due = trainer.global_step // self.limits.snapshot_every_n_steps
-        if reason := self._snapshots.take(trainer, module, step=trainer.global_step):
-            warn(trainer, f"CosineRollback, step {trainer.global_step}: {reason}")
 
     def _watched(self) -> dict[int, Any]:
         return {index: monitor.state() for index, monitor in self._monitors.items()}
@@ -348,13 +297,4 @@ class CosineRollback(Callback):
     def _release(self) -> None:
         for loss in self._losses:
             loss.wants_directions = False
-        self._losses = []
-
-    def _warn_of_news(self, trainer: Trainer, observation: Observation) -> None:
-        """Once when a finding that does not act begins, and not while it lasts."""
-        quiet = [finding for finding in observation.findings if not finding.acts]
-        for finding in quiet:
-            if finding.kind not in self._kinds:
-                outcome = "no snapshots while this lasts" if finding.blocks else "nothing else changes"
-                warn(trainer, f"CosineRollback, step {trainer.global_step}: {finding.message}; {outcome}.")
-        self._kinds = {finding.kind for finding in quiet}
+        self._losses, self._snapshots = [], None

@@ -1,4 +1,4 @@
-"""What ``CosineRollback`` counts: rollbacks in a row and in all, healthy steps since, and the batches that cool down."""
+"""What ``CosineRollback`` counts: rollbacks in a row and in all, healthy steps since, batches of cooling down."""
 
 from dataclasses import asdict
 from typing import Any

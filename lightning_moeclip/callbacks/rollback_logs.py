@@ -1,5 +1,6 @@
-"""What ``CosineRollback`` tells: numbers to the loggers, and warnings, both once for all ranks."""
+"""What ``CosineRollback`` tells: numbers to the loggers, and warnings, once for all ranks."""
 
+import math
 import warnings
 from collections.abc import Iterable
 
@@ -7,9 +8,48 @@ import torch
 
 from lightning_moeclip.binding import Trainer
 from lightning_moeclip.callbacks.rollback_ledger import RollbackLedger
+from lightning_moeclip.callbacks.step_numbers import StepNumbers
 from lightning_moeclip.monitor.stability import Observation
 
-__all__ = ["log_numbers", "warn"]
+__all__ = ["News", "OverflowCount", "log_numbers", "warn"]
+
+
+_MAX_OVERFLOWS = 20  # in a row; a scale that began at 2**16 is below 1 by then
+
+
+class News:
+    """Warns when a finding that does not act begins, and not while it lasts."""
+
+    def __init__(self) -> None:
+        self._kinds: set[str] = set()
+
+    def tell(self, trainer: Trainer, observation: Observation) -> None:
+        """Warn of what the observation before did not show."""
+        quiet = [finding for finding in observation.findings if not finding.acts]
+        for finding in quiet:
+            if finding.kind not in self._kinds:
+                outcome = "no snapshots while this lasts" if finding.blocks else "nothing else changes"
+                warn(trainer, f"CosineRollback, step {trainer.global_step}: {finding.message}; {outcome}.")
+        self._kinds = {finding.kind for finding in quiet}
+
+
+class OverflowCount:
+    """Steps in a row that a loss scaler leaves out, and one warning when there is no end of them."""
+
+    def __init__(self) -> None:
+        self._num = 0
+
+    def note(self, trainer: Trainer, numbers: StepNumbers, *, is_scaled: bool) -> None:
+        """Take in what all ranks know of a step."""
+        is_overflow = is_scaled and math.isfinite(numbers.loss) and not math.isfinite(numbers.grad_norm)
+        self._num = self._num + 1 if is_overflow else 0
+        if self._num == _MAX_OVERFLOWS:
+            warn(
+                trainer,
+                f"CosineRollback, step {trainer.global_step}: gradients have overflowed in {_MAX_OVERFLOWS} steps in a "
+                "row. The loss scaler finds no scale at which they are finite, and no step is taken. Look for what "
+                "makes them infinite in the backward pass, or train in bfloat16.",
+            )
 
 
 def log_numbers(trainer: Trainer, ledger: RollbackLedger, observations: Iterable[Observation]) -> None:

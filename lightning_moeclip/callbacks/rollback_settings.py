@@ -5,6 +5,12 @@ from typing import Literal
 
 __all__ = ["RollbackSettings"]
 
+_INTEGERS = {
+    "max_rollbacks": "The default is 3.",
+    "snapshot_every_n_steps": "The default is 100.",
+    "max_snapshot_bytes": "None takes a share of the memory.",
+}
+
 
 @dataclass(frozen=True)
 class RollbackSettings:
@@ -26,16 +32,9 @@ class RollbackSettings:
     max_snapshot_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        numbers = {
-            "max_rollbacks": (self.max_rollbacks, "The default is 3."),
-            "snapshot_every_n_steps": (self.snapshot_every_n_steps, "The default is 100."),
-            "max_snapshot_bytes": (
-                0 if self.max_snapshot_bytes is None else self.max_snapshot_bytes,
-                "None takes a share of the memory.",
-            ),
-        }
-        for name, (value, hint) in numbers.items():
-            if type(value) is not int:
+        for name, hint in _INTEGERS.items():
+            value = getattr(self, name)
+            if type(value) is not int and not (name == "max_snapshot_bytes" and value is None):
                 raise ValueError(f"{name}={value!r} must be an integer. {hint}")
         if self.max_rollbacks < 0:
             raise ValueError(f"max_rollbacks={self.max_rollbacks} must be 0 or more. Use max_rollbacks=3.")

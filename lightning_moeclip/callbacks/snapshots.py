@@ -120,6 +120,10 @@ class AgreedSnapshots:
                 "There is no snapshot that is whole on every rank: those that were taken were damaged in memory. "
                 "Resume from a checkpoint."
             )
+        # gradients in flight belong to what is left behind
+        for optimizer in trainer.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        module.zero_grad(set_to_none=True)
         step, story = self._steps[-1], ""
         try:
             restored = self._ring.restore(self._live(trainer, module), step=step)

@@ -180,7 +180,7 @@ def resumed(rank: Rank, folder: str) -> None:
     train(rank, Faulty(nan_loss=(5, 6), rank=1), batches(8, num_rows=6), rollback).save_checkpoint(path)
     module = Faulty(nan_loss=(9, 11), rank=1)
     rows = share(batches(8, num_rows=6), ROWS[2], rank.index)
-    with pytest.raises(RuntimeError, match="gives up after 3 rollbacks without .* at step 11") as caught:
+    with pytest.raises(RuntimeError, match=r"gives up after 3 rollbacks without .* at step 11") as caught:
         quiet_trainer(2, callbacks=[again], max_epochs=2).fit(module, loader(rows), ckpt_path=path)
     assert again.history[:2] == rollback.history
     assert told(again)[2:] == [(9, "skipped", None)]
