@@ -410,6 +410,12 @@ def test_a_loss_without_directions_is_told_of_once_and_watched_all_the_same(rank
         ({"max_rollbacks": -1}, r"max_rollbacks=-1 must be 0 or more. Use max_rollbacks=3"),
         ({"snapshot_every_n_steps": 0}, r"snapshot_every_n_steps=0 must be at least 1. Use .*=100"),
         ({"on_no_snapshot": "stop"}, r"on_no_snapshot='stop' is no such choice. Use 'skip_step' or 'raise'"),
+        ({"window": 5.0}, r"window=5.0 must be an integer. The default is 5"),
+        ({"patience": True}, r"patience=True must be an integer. The default is 3"),
+        ({"max_rollbacks": 3.0}, r"max_rollbacks=3.0 must be an integer. The default is 3"),
+        ({"max_rollbacks": None}, r"max_rollbacks=None must be an integer"),
+        ({"snapshot_every_n_steps": "9"}, r"snapshot_every_n_steps='9' must be an integer. The default is 100"),
+        ({"max_snapshot_bytes": 1e9}, r"max_snapshot_bytes=1000000000.0 must be an integer. None takes a share"),
         ({"max_snapshot_bytes": 0}, r"max_snapshot_bytes=0 leaves no room .* or None"),
     ],
 )
