@@ -186,9 +186,7 @@ def test_count_goes_back_only_with_both_64_healthy_steps_and_a_new_snapshot(num_
     if num_healthy == 64 and has_new:
         assert ledger.in_a_row == 0
     else:
-        with pytest.raises(
-            RuntimeError, match=r"without 64 healthy steps and a new snapshot .*\n.*\n(.*\n)*.*on purpose"
-        ):
+        with pytest.raises(RuntimeError, match=r"64 healthy steps and a new snapshot .*\n.*\n(.*\n)*.*on purpose"):
             ledger.count(record, has_snapshot=True)
 
 
