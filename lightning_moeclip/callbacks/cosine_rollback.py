@@ -3,18 +3,19 @@
 Reads a few numbers on the host in every optimizer step, before it is taken: that is what it is for.
 """
 
-import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_moeclip.binding import Callback, LightningModule, Trainer
-from lightning_moeclip.callbacks.rollback_record import RollbackRecord, told
+from lightning_moeclip.callbacks.rollback_ledger import RollbackLedger
+from lightning_moeclip.callbacks.rollback_logs import News, OverflowCount, log_numbers, warn
+from lightning_moeclip.callbacks.rollback_record import RollbackRecord
+from lightning_moeclip.callbacks.rollback_schedule import SnapshotSchedule
 from lightning_moeclip.callbacks.rollback_settings import RollbackSettings
 from lightning_moeclip.callbacks.snapshots import AgreedSnapshots
 from lightning_moeclip.callbacks.step_numbers import (
@@ -29,19 +30,22 @@ from lightning_moeclip.monitor.stability import Finding, Observation, StabilityM
 
 __all__ = ["CosineRollback", "RollbackRecord"]
 
-_COOL_DOWN_STEPS = 16
-
 
 class CosineRollback(Callback):
     """Watches loss, gradient norm and directional cosine, and rolls the run back when they say that it breaks.
 
     Before each optimizer step all ranks judge the same numbers, see ``StabilityMonitor``. A loss or gradient norm that
-    is not finite, or 6 deviations above the steps before it, holds the step, and the run goes back to its last healthy
-    snapshot: parameters, buffers, optimizer, schedulers, loss scaler, random numbers and averages of
-    ``WeightAveraging``. Counters and data go on. Under a loss scaler, gradients that overflow are the scaler's alone.
-    The directional cosine warns and blocks snapshots, and acts only under ``act_on_cosine``. For 16 steps after a
-    rollback a batch with such a finding is skipped instead, unless something is not finite: the state is known to be
-    good.
+    is not finite or, from 72 healthy steps on, 6 deviations above those before, holds the step, and the run goes back
+    to its last healthy snapshot: parameters, buffers, optimizer, schedulers, also those that step once per epoch, loss
+    scaler, random numbers and averages of ``WeightAveraging``. Counters, epochs and data go on. A resumed run knows no
+    healthy steps yet. Under a loss scaler, gradients that overflow are the scaler's alone. The directional cosine warns
+    and blocks snapshots, and acts only under ``act_on_cosine``. For 16 steps after a rollback a batch with such a
+    finding is skipped instead, unless something is not finite: the state is known to be good. 32 of them in a row are
+    a new level, within 10 times of the old loss and 100 times of the old gradient norm.
+
+    A snapshot is a candidate until the next step is judged, the first one made with its parameters; when that step is
+    a fault, the candidate is dropped and the run goes back to the one before. Snapshots of another layout (parameters
+    were unfrozen, a scheduler was exchanged) are dropped too. None is taken while replicas differ.
 
     The cosine is that of ``ContrastiveLoss`` or ``SigmoidLoss``, wherever they are in the module. Another loss hands it
     in, from two cotangents of the same features::
@@ -54,7 +58,7 @@ class CosineRollback(Callback):
             return first + second
 
     Logs ``tower_cosine/direction``, ``tower_cosine/deviation`` (from its level, in robust deviations),
-    ``rollback/count`` and ``rollback/skipped``.
+    ``rollback/count``, of all rollbacks, and ``rollback/skipped``.
 
     Args:
         window: cosines whose variance counts.
@@ -63,15 +67,17 @@ class CosineRollback(Callback):
         variance: of the window; above it a run is unstable.
         good: from it on a cosine is worth a snapshot; where the cosine of a healthy run is lower, its own level is.
         act_on_cosine: a cosine alone rolls back.
-        max_rollbacks: of one run; one more ends it on all ranks with the history.
+        max_rollbacks: without 64 healthy steps and a new snapshot between them; one more ends the run on all ranks with
+            the history.
         snapshot_every_n_steps: steps between snapshots; one that is due waits for a healthy step.
-        on_no_snapshot: before there is one, "skip_step" leaves the step out, which counts as a rollback; "raise" ends
+        on_no_snapshot: while there is none, "skip_step" leaves the step out, which counts as a rollback; "raise" ends
             the run.
         max_snapshot_bytes: of host memory for the two snapshots of one rank; None takes its share of half the memory.
 
     Attributes:
         history: a record of every batch whose step was not taken.
-        num_rollbacks: how many of them count against ``max_rollbacks``.
+        num_rollbacks: how many count against ``max_rollbacks``.
+        total_rollbacks: of the run.
         observation: what the last optimizer step showed; None before the first one.
 
     Raises:
@@ -99,8 +105,7 @@ class CosineRollback(Callback):
         super().__init__()
         self.settings = StabilitySettings(window, low, patience, variance, good, act_on_cosine)
         self.limits = RollbackSettings(max_rollbacks, snapshot_every_n_steps, on_no_snapshot, max_snapshot_bytes)
-        self.history: list[RollbackRecord] = []
-        self.num_rollbacks = 0
+        self._ledger = RollbackLedger(self.limits)
         self.observation: Observation | None = None
         self._handed_in = CotangentSums()
         self._losses: list[DirectionalLoss] = []
@@ -109,9 +114,24 @@ class CosineRollback(Callback):
         self._monitors: dict[int, StabilityMonitor] = {}
         self._observations: list[Observation] = []  # of the batch at hand
         self._pending: RollbackRecord | None = None
-        self._kinds: set[str] = set()
         self._is_set_up = False
-        self._cool_until = self._num_batches = self._snapshots_due = 0
+        self._schedule = SnapshotSchedule(snapshot_every_n_steps)
+        self._news, self._overflows = News(), OverflowCount()
+
+    @property
+    def history(self) -> list[RollbackRecord]:
+        """See the class."""
+        return self._ledger.history
+
+    @property
+    def num_rollbacks(self) -> int:
+        """See the class."""
+        return self._ledger.in_a_row
+
+    @property
+    def total_rollbacks(self) -> int:
+        """See the class."""
+        return self._ledger.total
 
     def hand_in(self, first: Tensor | Sequence[Tensor], second: Tensor | Sequence[Tensor]) -> None:
         """Tell how far two halves of a loss of one's own agree, in the step at hand; see the class.
@@ -140,12 +160,14 @@ class CosineRollback(Callback):
         if stage == "fit":
             world_of(trainer, self)
             check_given_once(trainer, self)
+            self._ledger = RollbackLedger(self.limits)  # a checkpoint is loaded later
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._monitors, self._observations, self._pending, self._kinds = {}, [], None, set()
-        self._cool_until = self._num_batches = 0
-        self._snapshots_due = trainer.global_step // self.limits.snapshot_every_n_steps
+        self._monitors, self._observations, self._pending = {}, [], None
+        self._news, self._overflows = News(), OverflowCount()
+        self._ledger.begin()
+        self._schedule = SnapshotSchedule(self.limits.snapshot_every_n_steps, begin=trainer.global_step)
         self._snapshots = AgreedSnapshots(
             world_of(trainer, self),
             max_bytes=self.limits.max_snapshot_bytes,
@@ -162,13 +184,14 @@ class CosineRollback(Callback):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         world = world_of(trainer, self)
+        # also of a step that is held: they belong to no other
+        sums = [self._handed_in.pop(), *(loss.pop_direction_sums() for loss in self._losses)]
         if self._pending is not None:
             world.hold_step(f"CosineRollback: {self._pending.reason}")
             return
-        sums = [self._handed_in.pop(), *(loss.pop_direction_sums() for loss in self._losses)]
         numbers = reduce_step_numbers(world, sums)
         if not self._monitors and not numbers.has_directions:
-            _warn(
+            warn(
                 trainer,
                 "CosineRollback watches loss and gradient norm alone: no loss tells of its directions. Use "
                 "ContrastiveLoss or SigmoidLoss as a layer of the module, or CosineRollback.hand_in(...).",
@@ -177,9 +200,9 @@ class CosineRollback(Callback):
         self.observation = observation = self._observe(trainer, index, numbers)
         self._observations.append(observation)
         acting = [finding for finding in observation.findings if finding.acts]
-        self._warn_of_news(trainer, observation)
+        self._news.tell(trainer, observation)
         if acting:
-            self._decide(trainer, world, acting)
+            self._decide(trainer, pl_module, world, acting)
 
     @override
     def on_train_batch_end(
@@ -189,103 +212,74 @@ class CosineRollback(Callback):
             return  # a micro-batch before the last of its step
         observations, pending = self._observations, self._pending
         self._observations, self._pending = [], None
-        self._num_batches += 1
+        is_judged = all(observation.is_judged for observation in observations)
+        self._ledger.note_batch(is_healthy=False if pending is not None else is_judged or None)
         if pending is not None:
             self._settle(trainer, pl_module, pending)
-        elif self._is_due(trainer, observations):
-            self._take(trainer, pl_module)
-        self._log(trainer, observations)
+        elif self._snapshots is not None and self._schedule.keep(trainer, pl_module, self._snapshots, observations):
+            self._ledger.note_confirmed()
+        log_numbers(trainer, self._ledger, observations)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for loss in self._losses:
-            loss.wants_directions = False
-        self._losses = []
+        self._release()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._release()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._snapshots = None
+        self._release()
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"num_rollbacks": self.num_rollbacks, "history": [asdict(record) for record in self.history]}
+        return self._ledger.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.num_rollbacks = state_dict["num_rollbacks"]
-        self.history = [RollbackRecord(**record) for record in state_dict["history"]]
+        self._ledger.load_state_dict(state_dict)
 
     # -- what they do
 
     def _observe(self, trainer: Trainer, index: int, numbers: StepNumbers) -> Observation:
+        is_scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        self._overflows.note(trainer, numbers, is_scaled=is_scaled)
         monitor = self._monitors.setdefault(index, StabilityMonitor(self.settings))
         return monitor.observe(
-            numbers.loss,
-            numbers.grad_norm,
-            numbers.cosine,
-            is_scaled=getattr(trainer.precision_plugin, "scaler", None) is not None,
-            is_whole=numbers.is_whole,
+            numbers.loss, numbers.grad_norm, numbers.cosine, is_scaled=is_scaled, is_whole=numbers.is_whole
         )
 
-    def _decide(self, trainer: Trainer, world: World, acting: list[Finding]) -> None:
+    def _decide(self, trainer: Trainer, module: LightningModule, world: World, acting: list[Finding]) -> None:
         """Hold the step at hand, and say what becomes of it; or end the run."""
+        assert self._snapshots is not None, "a step outside fit"
         reason = "; ".join(finding.message for finding in acting)
-        is_cooling = self._num_batches < self._cool_until
-        is_skipped = is_cooling and all(finding.kind != "non_finite" for finding in acting)
-        has_snapshot = self._snapshots is not None and bool(self._snapshots.steps)
-        batch_idx = trainer.fit_loop.epoch_loop.batch_idx
+        # this is the first step made with the parameters of a candidate: they are not known to be good
+        is_known_good = not self._schedule.refuse(self._snapshots)
+        is_finite = all(finding.kind != "non_finite" for finding in acting)
+        is_skipped = self._ledger.is_cooling and is_known_good and is_finite
+        if not is_skipped:
+            self._schedule.drop_unfit(trainer, module, self._snapshots)
+        has_snapshot = bool(self._snapshots.steps)
         record = RollbackRecord(
             trainer.global_step,
             trainer.current_epoch,
-            batch_idx,
+            trainer.fit_loop.epoch_loop.batch_idx,
             reason,
             "rolled back" if has_snapshot and not is_skipped else "skipped",
         )
         if not is_skipped:
-            self.num_rollbacks += 1
-            self._end_if_hopeless(record, has_snapshot=has_snapshot)
+            self._ledger.count(record, has_snapshot=has_snapshot)
         self._pending = record
         world.hold_step(f"CosineRollback: {reason}")
-
-    def _end_if_hopeless(self, record: RollbackRecord, *, has_snapshot: bool) -> None:
-        here = f"step {record.step} (epoch {record.epoch}, batch {record.batch_idx}): {record.reason}"
-        if self.num_rollbacks > self.limits.max_rollbacks:
-            raise RuntimeError(
-                f"CosineRollback gives up after {self.limits.max_rollbacks} rollbacks in this run, at {here}. Before:\n"
-                f"{told(self.history)}\nThe weights are those before this step. Look at the data of these batches, "
-                "lower the learning rate, or write CosineRollback(max_rollbacks=...)."
-            )
-        if not has_snapshot and self.limits.on_no_snapshot == "raise":
-            raise RuntimeError(
-                f"CosineRollback(on_no_snapshot='raise') has no snapshot to go back to at {here}. Before:\n"
-                f"{told(self.history)}\nWrite on_no_snapshot='skip_step' to leave the step out, or a smaller "
-                f"snapshot_every_n_steps than {self.limits.snapshot_every_n_steps}."
-            )
 
     def _settle(self, trainer: Trainer, module: LightningModule, record: RollbackRecord) -> None:
         """After the schedulers of a step that was held: go back, where that was decided, and write it down."""
         if record.action == "rolled back":
             assert self._snapshots is not None, "decided with a snapshot"
-            # gradients in flight belong to what is left behind
-            for optimizer in trainer.optimizers:
-                optimizer.zero_grad(set_to_none=True)
-            module.zero_grad(set_to_none=True)
-            restored = self._snapshots.restore(trainer, module)
-            record = RollbackRecord(**{**asdict(record), "restored_step": restored})
-            self._cool_until = self._num_batches + _COOL_DOWN_STEPS
+            record = replace(record, restored_step=self._snapshots.restore(trainer, module))
         self.history.append(record)
-        _warn(trainer, f"CosineRollback, {record}")
-
-    def _is_due(self, trainer: Trainer, observations: list[Observation]) -> bool:
-        is_taken = not world_of(trainer, self).report.verdict.holds_step
-        is_due = trainer.global_step // self.limits.snapshot_every_n_steps > self._snapshots_due
-        return is_due and is_taken and all(observation.is_good for observation in observations)
-
-    def _take(self, trainer: Trainer, module: LightningModule) -> None:
-        assert self._snapshots is not None, "a step outside fit"
-        self._snapshots_due = trainer.global_step // self.limits.snapshot_every_n_steps
-        if reason := self._snapshots.take(trainer, module, step=trainer.global_step):
-            _warn(trainer, f"CosineRollback, step {trainer.global_step}: {reason}")
+        warn(trainer, f"CosineRollback, {record}")
 
     def _watched(self) -> dict[int, Any]:
         return {index: monitor.state() for index, monitor in self._monitors.items()}
@@ -300,33 +294,7 @@ class CosineRollback(Callback):
         for loss in self._losses:
             loss.wants_directions = True
 
-    def _warn_of_news(self, trainer: Trainer, observation: Observation) -> None:
-        """Once when a finding that does not act begins, and not while it lasts."""
-        quiet = [finding for finding in observation.findings if not finding.acts]
-        for finding in quiet:
-            if finding.kind not in self._kinds:
-                outcome = "no snapshots while this lasts" if finding.blocks else "nothing else changes"
-                _warn(trainer, f"CosineRollback, step {trainer.global_step}: {finding.message}; {outcome}.")
-        self._kinds = {finding.kind for finding in quiet}
-
-    def _log(self, trainer: Trainer, observations: list[Observation]) -> None:
-        if not (trainer._logger_connector.should_update_logs or trainer.fast_dev_run):
-            return
-        metrics = {
-            "rollback/count": float(self.num_rollbacks),
-            "rollback/skipped": float(sum(record.action == "skipped" for record in self.history)),
-        }
-        for observation in observations:
-            if observation.cosine is not None:
-                metrics["tower_cosine/direction"] = observation.cosine
-            if observation.deviation is not None:
-                metrics["tower_cosine/deviation"] = observation.deviation
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
-
-
-def _warn(trainer: Trainer, message: str) -> None:
-    if trainer.is_global_zero:
-        warnings.warn(message, stacklevel=2)
+    def _release(self) -> None:
+        for loss in self._losses:
+            loss.wants_directions = False
+        self._losses, self._snapshots = [], None

@@ -5,13 +5,19 @@ from typing import Literal
 
 __all__ = ["RollbackSettings"]
 
+_INTEGERS = {
+    "max_rollbacks": "The default is 3.",
+    "snapshot_every_n_steps": "The default is 100.",
+    "max_snapshot_bytes": "None takes a share of the memory.",
+}
+
 
 @dataclass(frozen=True)
 class RollbackSettings:
     """Limits of a run that may be rolled back.
 
     Attributes:
-        max_rollbacks: of one run.
+        max_rollbacks: without 64 healthy steps and a new snapshot between them.
         snapshot_every_n_steps: steps between snapshots.
         on_no_snapshot: what happens before there is one.
         max_snapshot_bytes: of host memory for the snapshots of one rank; None for a share of it.
@@ -26,6 +32,10 @@ class RollbackSettings:
     max_snapshot_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        for name, hint in _INTEGERS.items():
+            value = getattr(self, name)
+            if type(value) is not int and not (name == "max_snapshot_bytes" and value is None):
+                raise ValueError(f"{name}={value!r} must be an integer. {hint}")
         if self.max_rollbacks < 0:
             raise ValueError(f"max_rollbacks={self.max_rollbacks} must be 0 or more. Use max_rollbacks=3.")
         if self.snapshot_every_n_steps < 1:

@@ -8,6 +8,8 @@ from torch import nn
 
 from lightning_moeclip.binding import LightningModule, Trainer
 from lightning_moeclip.callbacks.world import World
+from lightning_moeclip.state.finite import checked_names, not_finite
+from lightning_moeclip.state.host_copy import num_bytes_of, places_of
 from lightning_moeclip.state.snapshot import LiveState, NotFinite, SnapshotRing, live_state
 
 __all__ = ["AgreedSnapshots"]
@@ -17,6 +19,8 @@ GetAndSet = tuple[Callable[[], Any], Callable[[Any], None]]
 
 class AgreedSnapshots:
     """The ring of this rank, with all ranks agreed on what is in it.
+
+    The newest one is a candidate until ``confirm``: whether its parameters are healthy shows in the step after it.
 
     Args:
         world: the strategy.
@@ -30,6 +34,9 @@ class AgreedSnapshots:
         self._ring = SnapshotRing(max_bytes=max_bytes, ranks_per_node=ranks_per_node)
         self._watched = watched
         self._steps: tuple[int, ...] = ()
+        self._candidate: int | None = None
+        self._layouts: dict[int, tuple[str, ...]] = {}
+        self._has_warned = False
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -42,30 +49,61 @@ class AgreedSnapshots:
         return self._ring.num_bytes
 
     def take(self, trainer: Trainer, module: LightningModule, *, step: int) -> str:
-        """Keep the state as it is, on all ranks or on none; a collective.
+        """Keep the state as it is, as a candidate, on all ranks or on none; a collective.
 
         Returns:
-            Why not; empty when it was taken.
+            What is to be told of it: why there is none, or that nothing else is kept; empty when all is well.
 
         Raises:
             ValueError: on every rank, when it is too large for one of them.
         """
-        error: Exception | None = None
+        live = self._live(trainer, module)
+        # before anything is overwritten: where there is room for one, a rank that refuses alone would lose the old one
+        if story := self._agreed(_refusal(live, step, self._ring.max_bytes)):
+            return story
+        lines, error = live.layout_lines(live.current()), None
         try:
-            self._ring.take(self._live(trainer, module), step=step)
+            self._ring.take(live, step=step)
         except (NotFinite, ValueError, MemoryError) as caught:
             error = caught
-        if not self._world.agree(error is not None):
-            self._steps = self._ring.steps if self._world.world_size == 1 else self._common(self._ring.steps)
-            return ""
-        self._ring.drop(step)
-        told = self._world.gather((type(error).__name__, str(error)) if error is not None else None)
-        kinds, stories = zip(*(t for t in told if t is not None), strict=True)
-        story = "\n".join(dict.fromkeys(stories))
-        if "ValueError" in kinds:
-            raise ValueError(story)
+        if story := self._agreed(error):
+            self._ring.drop(step)
+            self._steps = self._common(self._ring.steps)
+            return story
+        had_others = any(self._layouts[old] == lines for old in self._steps if old != step)
         self._steps = self._common(self._ring.steps)
-        return story or kinds[0]
+        self._candidate = step
+        self._layouts = {old: self._layouts.get(old, lines) for old in self._ring.steps} | {step: lines}
+        return self._tell_of_room() if had_others and self._steps == (step,) else ""
+
+    def confirm(self) -> bool:
+        """The step after the candidate was healthy: it is good from now on. Returns whether there was a candidate."""
+        was_there, self._candidate = self._candidate is not None, None
+        return was_there
+
+    def refuse(self) -> bool:
+        """The step after the candidate was not healthy: let go of it. Returns whether there was a candidate."""
+        step, self._candidate = self._candidate, None
+        if step is None:
+            return False
+        self._ring.drop(step)
+        self._steps = tuple(other for other in self._steps if other != step)
+        return True
+
+    def drop_unfit(self, trainer: Trainer, module: LightningModule) -> bool:
+        """Let go of all when the run has another layout on any rank than they have; a collective.
+
+        Returns:
+            Whether that was so: parameter groups or schedulers were added, say.
+        """
+        live = self._live(trainer, module)
+        lines = live.layout_lines(live.current())
+        if not self._world.agree(any(self._layouts[step] != lines for step in self._steps)):
+            return False
+        for step in self._ring.steps:
+            self._ring.drop(step)
+        self._steps, self._candidate = (), None
+        return True
 
     def restore(self, trainer: Trainer, module: LightningModule) -> int:
         """Go back to the newest snapshot that is whole on every rank; a collective.
@@ -82,6 +120,10 @@ class AgreedSnapshots:
                 "There is no snapshot that is whole on every rank: those that were taken were damaged in memory. "
                 "Resume from a checkpoint."
             )
+        # gradients in flight belong to what is left behind
+        for optimizer in trainer.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        module.zero_grad(set_to_none=True)
         step, story = self._steps[-1], ""
         try:
             restored = self._ring.restore(self._live(trainer, module), step=step)
@@ -92,6 +134,30 @@ class AgreedSnapshots:
             told = {rank: s for rank, s in enumerate(self._world.gather(story)) if s}
             raise RuntimeError("\n".join(f"Rank {rank}: {s}" for rank, s in told.items()))
         return step
+
+    def _agreed(self, error: Exception | None) -> str:
+        """The story of all ranks that refuse, empty when none does; a collective.
+
+        Raises:
+            ValueError: on every rank, when one of them says that a snapshot is too large.
+        """
+        if not self._world.agree(error is not None):
+            return ""
+        told = self._world.gather((type(error).__name__, str(error)) if error is not None else None)
+        kinds, stories = zip(*(t for t in told if t is not None), strict=True)
+        story = "\n".join(dict.fromkeys(stories))
+        if "ValueError" in kinds:
+            raise ValueError(story)
+        return story or str(kinds[0])
+
+    def _tell_of_room(self) -> str:
+        if self._has_warned:
+            return ""
+        self._has_warned = True
+        return (
+            "there is room for one snapshot only. Until the step after it has shown that it is healthy, there is "
+            f"nothing to go back to. Write CosineRollback(max_snapshot_bytes={2 * self.num_bytes}) to keep two."
+        )
 
     def _common(self, steps: tuple[int, ...]) -> tuple[int, ...]:
         lists = self._world.gather(steps)
@@ -106,6 +172,17 @@ class AgreedSnapshots:
             averages=_held_by_callbacks(trainer, module),
         )
         return replace(live, objects={"CosineRollback": self._watched, **live.objects})
+
+
+def _refusal(live: LiveState, step: int, max_bytes: int) -> Exception | None:
+    """Why this rank would not keep what is live; None where it would, or where the ring itself says it best."""
+    for get, _ in live.objects.values():
+        get()  # masters settle, as they will when it is taken
+    tensors = live.current()
+    if num_bytes_of(places_of(tensors)) > max_bytes:
+        return None  # the ring refuses with the numbers to write, and ends the run
+    names = not_finite(tensors, checked_names(tensors))
+    return NotFinite(names, step=step) if names else None
 
 
 def _held_by_callbacks(trainer: Trainer, module: nn.Module) -> dict[str, nn.Module]:

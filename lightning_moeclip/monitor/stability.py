@@ -8,7 +8,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightning_moeclip.monitor.tracks import CosineTrack, Track, variance
+from lightning_moeclip.monitor.levels import FlaggedRow
+from lightning_moeclip.monitor.tracks import CosineTrack, LossTrack, Track, variance
 
 __all__ = ["Finding", "Observation", "StabilityMonitor", "StabilitySettings", "StabilityState"]
 
@@ -52,12 +53,16 @@ class Observation:
         cosine: the directional cosine; None where nothing is known about it.
         deviation: of the cosine from its level in robust deviations; None before the level is known.
         is_good: the state after the step is worth keeping.
+        is_judged: loss and gradient norm could be measured; an overflow under a loss scaler, say, tells nothing.
+        is_new_level: what was flagged for long is the level from now on.
     """
 
     findings: tuple[Finding, ...] = ()
     cosine: float | None = None
     deviation: float | None = None
     is_good: bool = False
+    is_judged: bool = False
+    is_new_level: bool = False
 
     @property
     def acts(self) -> bool:
@@ -89,6 +94,9 @@ class StabilitySettings:
     act_on_cosine: bool = False
 
     def __post_init__(self) -> None:
+        for name, value, default in (("window", self.window, 5), ("patience", self.patience, 3)):
+            if type(value) is not int:
+                raise ValueError(f"{name}={value!r} must be an integer. The default is {default}.")
         if self.window < 2:
             raise ValueError(f"window={self.window} has no variance: it takes at least 2 cosines. Use window=5.")
         if not 1 <= self.patience <= self.window:
@@ -120,7 +128,7 @@ class StabilityState:
         is_told_low: somebody was told that the healthy cosine of this run is a low one.
     """
 
-    loss: Track = field(default_factory=lambda: Track(floor=_LOSS_FLOOR))
+    loss: LossTrack = field(default_factory=lambda: LossTrack(floor=_LOSS_FLOOR))
     log_norm: Track = field(default_factory=lambda: Track(absolute_floor=_NORM_FLOOR))
     cosine: CosineTrack = field(default_factory=lambda: CosineTrack(floor=_COSINE_FLOOR))
     seen: list[float] = field(default_factory=list)
@@ -129,7 +137,12 @@ class StabilityState:
 
 
 class StabilityMonitor:
-    """Judges one step after the other. Nothing but values that are not finite is found before 64 healthy steps.
+    """Judges one step after the other.
+
+    Nothing but values that are not finite is found before 72 healthy steps of loss and gradient norm, and 64 of the
+    cosine. A loss or gradient norm that was flagged in 32 batches in a row is a new level when the loss lies within 10
+    times of the old one and the norm within 100 times: it is taken over, and told of; 40 batches later the bounds hold
+    again. Going back to an earlier state does not shorten that row.
 
     Args:
         settings: when a cosine is a bad sign.
@@ -138,6 +151,7 @@ class StabilityMonitor:
     def __init__(self, settings: StabilitySettings | None = None) -> None:
         self.settings = settings or StabilitySettings()
         self._state = StabilityState()
+        self._row = FlaggedRow()
 
     def state(self) -> StabilityState:
         """A copy of all that it remembers."""
@@ -167,25 +181,36 @@ class StabilityMonitor:
         """
         cosine = None if cosine is None or not math.isfinite(cosine) else cosine
         if not math.isfinite(loss) or (not math.isfinite(grad_norm) and not is_scaled):
+            self._row.clear()
             message = f"loss {loss:g} and gradient norm {grad_norm:g} must both be finite"
             return Observation((Finding("non_finite", message, acts=True),), cosine)
         if not is_whole or grad_norm == 0.0 or not math.isfinite(grad_norm):
             return Observation(cosine=cosine)
         log_norm = math.log(grad_norm)
-        findings = [
+        spikes = [
             *self._spike("loss", self._state.loss.score(loss), f"loss {loss:.4g}"),
             *self._spike("grad_norm", self._state.log_norm.score(log_norm), f"log of the gradient norm {log_norm:.4g}"),
         ]
+        new_level = self._tell_new_level(loss, log_norm, spikes)
+        findings = new_level or spikes
         deviation = None
         if cosine is not None:
             deviation = self._state.cosine.score(cosine)
-            findings += self._judge_cosine(cosine, deviation)
+            findings = [*findings, *self._judge_cosine(cosine, deviation)]
         is_good = self._is_good(findings, cosine)
         if not any(finding.acts for finding in findings):
             self._state.loss.add(loss)
             self._state.log_norm.add(log_norm)
-            findings += [] if cosine is None else self._learn(cosine, findings)
-        return Observation(tuple(findings), cosine, deviation, is_good)
+            findings = [*findings, *([] if cosine is None else self._learn(cosine, findings))]
+        return Observation(tuple(findings), cosine, deviation, is_good, is_judged=True, is_new_level=bool(new_level))
+
+    def _tell_new_level(self, loss: float, log_norm: float, spikes: list[Finding]) -> list[Finding]:
+        if not spikes:
+            self._row.clear()
+            return []
+        self._row.add(loss, log_norm, {finding.kind for finding in spikes})
+        message = self._row.take_over(self._state.loss, self._state.log_norm)
+        return [Finding("level", message)] if message else []
 
     def _spike(self, kind: Kind, score: float | None, what: str) -> list[Finding]:
         if score is None or score <= _SIGMAS:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-__all__ = ["CosineTrack", "Track", "variance"]
+__all__ = ["CosineTrack", "LossTrack", "Track", "variance"]
 
 _BASE = 8  # values that the next one is compared with: few enough to follow a loss that falls while it is learned
 _SIGMA_PER_MAD = 1.4826  # of a normal distribution
@@ -45,6 +45,11 @@ class Track:
         """Of the last few healthy values; NaN before there are any."""
         return fmean(self.recent) if self.recent else math.nan
 
+    @property
+    def is_based(self) -> bool:
+        """Whether there are as many recent values as the next one is compared with."""
+        return len(self.recent) == _BASE
+
     def score(self, value: float) -> float | None:
         """How many deviations ``value`` lies above the usual distance; None while too few are known."""
         if len(self.distances) < self.needed:
@@ -55,9 +60,65 @@ class Track:
 
     def add(self, value: float) -> None:
         """Take in a healthy value."""
-        if len(self.recent) == _BASE:
+        if self.is_based:
             self.distances = [*self.distances, value - self.mean][-self.length :]
         self.recent = [*self.recent, value][-_BASE:]
+
+    def start_from(self, values: Sequence[float]) -> None:
+        """Forget the past for that of another level; there is no score until enough distances are known again."""
+        self.recent, self.distances = [], []
+        for value in values:
+            self.add(value)
+
+
+@dataclass
+class LossTrack:
+    """The healthy past of a loss, compared by ratio while it is positive and by difference otherwise.
+
+    The noise of a loss often grows with it and has a heavy upper tail, which its logarithm has not.
+
+    Attributes:
+        floor: smallest deviation that counts, as a share of the loss.
+        values: the losses.
+        logs: their logarithms, since the last one that was not positive.
+    """
+
+    floor: float
+    values: Track = field(init=False)
+    logs: Track = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.values, self.logs = Track(floor=self.floor), Track(absolute_floor=self.floor)
+
+    @property
+    def recent(self) -> list[float]:
+        """The last healthy losses."""
+        return self.values.recent
+
+    @property
+    def mean(self) -> float:
+        """Of the last few healthy losses; NaN before there are any."""
+        return self.values.mean
+
+    def score(self, value: float) -> float | None:
+        """How many deviations ``value`` lies above the usual distance; None while too few are known."""
+        score = self.logs.score(math.log(value)) if value > 0 and self.logs.is_based else None
+        return self.values.score(value) if score is None else score
+
+    def add(self, value: float) -> None:
+        """Take in a healthy loss."""
+        self.values.add(value)
+        if value > 0:
+            self.logs.add(math.log(value))
+        else:
+            self.logs.recent = []
+
+    def start_from(self, values: Sequence[float]) -> None:
+        """Forget the past for that of another level, as ``Track.start_from`` does."""
+        self.values.start_from([])
+        self.logs.start_from([])
+        for value in values:
+            self.add(value)
 
 
 @dataclass

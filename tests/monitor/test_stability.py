@@ -195,6 +195,73 @@ def test_state_goes_back_and_is_neither_shared_nor_tied_to_the_process() -> None
         assert feed(monitor, healthy(50, seed=7)) == first
 
 
+# -- losses with a heavy tail, and levels that change
+
+
+@pytest.mark.parametrize("deviation", [0.5, 1.0])
+def test_lognormal_losses_of_20000_steps_show_nothing(deviation: float) -> None:
+    # Student's t with 63 degrees lies above 6 once in 2e7: 1e-3 times in 20,000 steps
+    draw, monitor = random.Random(1), StabilityMonitor()
+    found = [monitor.observe(math.exp(deviation * draw.gauss(0, 1)), 1.0) for _ in range(20_000)]
+    assert not [o.findings for o in found if o.findings]
+    # the z-score of the losses themselves does flag such a run
+    draw, track, flags = random.Random(1), Track(floor=0.02), 0
+    for _ in range(20_000):
+        loss = math.exp(deviation * draw.gauss(0, 1))
+        flags += (track.score(loss) or 0.0) > 6
+        track.add(loss)
+    assert flags > 5
+
+
+def test_losses_that_are_not_positive_are_compared_by_difference() -> None:
+    draw, monitor = random.Random(0), StabilityMonitor()
+    for _ in range(500):
+        assert not monitor.observe(0.1 * draw.gauss(0, 1), 1.0).findings
+    assert kinds(monitor.observe(1.5, 1.0)) == ["loss"]
+    for _ in range(500):
+        assert not monitor.observe(-5.0 + 0.1 * draw.gauss(0, 1), 1.0).findings
+    assert kinds(monitor.observe(-3.0, 1.0)) == ["loss"]
+
+
+@pytest.mark.parametrize(("loss_ratio", "norm_ratio"), [(3.0, 1.0), (1.0, 30.0), (8.0, 80.0)])
+def test_level_that_lasts_for_32_batches_is_taken_over_though_the_state_goes_back(
+    loss_ratio: float, norm_ratio: float
+) -> None:
+    monitor = settled()
+    kept = monitor.state()
+    loss, norm, cosine = usual(monitor)
+    draw = random.Random(3)
+    found = []
+    for k in range(200):
+        noise = math.exp(0.05 * draw.gauss(0, 1))
+        found.append(monitor.observe(loss_ratio * loss * noise, norm_ratio * norm * noise, cosine))
+        if k == 16:
+            monitor.load_state(kept)
+    assert all(o.acts for o in found[:31])
+    assert [o.is_new_level for o in found] == [k == 31 for k in range(200)]
+    assert kinds(found[31]) == ["level"]
+    assert "for 32 batches, which is the level from now on" in found[31].findings[0].message
+    assert found[31].is_good
+    assert not any(o.findings for o in found[32:])
+    assert monitor.observe(30 * loss_ratio * loss, 1e4 * norm_ratio * norm, cosine).acts  # watched again
+
+
+@pytest.mark.parametrize(("loss_ratio", "norm_ratio"), [(12.0, 1.0), (1.0, 120.0), (3.0, 1e6)])
+def test_level_out_of_reach_stays_a_fault(loss_ratio: float, norm_ratio: float) -> None:
+    monitor = settled()
+    loss, norm, cosine = usual(monitor)
+    assert all(monitor.observe(loss_ratio * loss, norm_ratio * norm, cosine).acts for _ in range(100))
+
+
+def test_batches_between_break_the_row_of_flagged_ones() -> None:
+    monitor = settled()
+    loss, norm, cosine = usual(monitor)
+    for k in range(100):
+        between = k % 31 == 30
+        number = (math.nan if k % 2 else loss) if between else 5 * loss
+        assert monitor.observe(number, norm, cosine).acts is (not between or bool(k % 2))
+
+
 def test_track_measures_the_distance_from_the_values_just_before() -> None:
     track = Track(needed=2, length=3)
     for value in (1.0,) * 8 + (2.0, 1.0, 1.0, 1.0):

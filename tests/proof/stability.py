@@ -167,7 +167,7 @@ def train_in(folder: str, rank: Rank, run: Run) -> dict[str, Any]:
     return {
         "recall_at_1": None if recall is None else round(recall["recall_at_1"], 4),
         "cosine_deviation": round(pstdev(from_fault), 4) if len(from_fault) > 1 else None,
-        "rollbacks": rollback.num_rollbacks + int(resyncs),
+        "rollbacks": rollback.total_rollbacks + int(resyncs),
         "skipped": sum(record.action == "skipped" for record in rollback.history),
         "flags": len(recorder.flags),
         "loss_after": recorder.steps_until("loss"),
