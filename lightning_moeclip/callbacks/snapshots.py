@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from lightning_moeclip.binding import LightningModule, Trainer
+from lightning_moeclip.callbacks.averages import counters_of_averages
 from lightning_moeclip.callbacks.world import World
 from lightning_moeclip.state.finite import checked_names, not_finite
 from lightning_moeclip.state.host_copy import num_bytes_of, places_of
@@ -171,7 +172,8 @@ class AgreedSnapshots:
             precision=trainer.precision_plugin,
             averages=_held_by_callbacks(trainer, module),
         )
-        return replace(live, objects={"CosineRollback": self._watched, **live.objects})
+        counters = counters_of_averages(trainer.callbacks)
+        return replace(live, objects={"CosineRollback": self._watched, **counters, **live.objects})
 
 
 def _refusal(live: LiveState, step: int, max_bytes: int) -> Exception | None:

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_moeclip.binding import Callback, Trainer, pl
 from lightning_moeclip.callbacks.averages import counters_of_averages
+from lightning_moeclip.callbacks.snapshots import AgreedSnapshots
 from lightning_moeclip.state.snapshot import LiveState, SnapshotRing, live_state
 from tests.models import TwoTowers, batches, loader, quiet_trainer
 
@@ -81,6 +82,31 @@ def test_a_snapshot_from_before_swa_put_in_its_scheduler_is_refused() -> None:
     swapped = r"without scheduler 0 of torch\..*\.SWALR and with scheduler 0 of torch\.optim\.lr_scheduler\.StepLR"
     with pytest.raises(RuntimeError, match=swapped):
         fit(average, ThereAndBack(lambda: None, take=0, restore=1), num_epochs=3)
+
+
+class RolledBack(Callback):
+    """The snapshots of ``CosineRollback``: one of epoch 0, gone back to in epoch 2."""
+
+    def __init__(self, average: pl.callbacks.StochasticWeightAveraging) -> None:
+        self.average = average
+        self.snapshots: AgreedSnapshots | None = None
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        if trainer.current_epoch == 0:
+            watched = (lambda: None, lambda _: None)
+            self.snapshots = AgreedSnapshots(trainer.strategy, max_bytes=2**20, ranks_per_node=1, watched=watched)
+            self.snapshots.take(trainer, pl_module, step=1)
+        if trainer.current_epoch == 2:
+            assert int(self.average.n_averaged) == 3
+            self.snapshots.restore(trainer, pl_module)
+            assert int(self.average.n_averaged) == 1
+
+
+def test_snapshots_of_a_rollback_hold_the_number_of_averaged_models() -> None:
+    average = pl.callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
+    fit(average, RolledBack(average), num_epochs=4)
+    assert int(average.n_averaged) == 2
 
 
 class Counting(pl.callbacks.EMAWeightAveraging):
