@@ -36,9 +36,11 @@ SEEDS = (0, 1, 2)
 FAULT = 120  # the step at which pairs are shuffled first
 STRETCH = 30
 SPIKES = {FAULT: 1e3, 200: 1e6}
+PARTS = ("detection", "noise", "stability")
+RESULTS = measure.RESULTS / "stability.csv"
 COLUMNS = (
-    "name", "seed", "recall_at_1", "cosine_deviation", "rollbacks", "skipped", "flags", "loss_after", "cosine_after",
-    "seconds", "median_ratio", "commit",
+    "part", "name", "seed", "recall_at_1", "cosine_deviation", "rollbacks", "skipped", "flags", "loss_after",
+    "cosine_after", "seconds", "median_ratio", "commit",
 )  # fmt: skip
 
 
@@ -252,31 +254,43 @@ def measured(runs: Iterable[Run], *, num_ranks: int) -> list[tuple[Run, dict[str
         return list(pool.map(result, runs))
 
 
+def lines_of(part: str, noise_steps: int) -> list[dict[str, Any]]:
+    """Rows of one part: its runs, then what the bars read."""
+    runs = {"detection": detection_runs, "noise": lambda: noise_runs(noise_steps), "stability": stability_runs}[part]()
+    commit = measure.short_commit()
+    found: dict[str, list[dict[str, Any]]] = {}
+    lines: list[dict[str, Any]] = []
+    for run, numbers in measured(runs, num_ranks=2 if part == "noise" else 1):
+        found.setdefault(run.name, []).append(numbers)
+        lines.append({"part": part, "name": run.name, "seed": run.seed, **numbers, "commit": commit})
+    for name, value in promises(found).items():
+        lines.append({"part": part, "name": name, "median_ratio": round(value, 4), "commit": commit})
+        print(f"{name}: {value:.4g}")
+    return lines
+
+
+def write(part: str, lines: list[dict[str, Any]]) -> None:
+    """Replace the rows of a part, and keep those of the others."""
+    kept: list[dict[str, Any]] = []
+    if RESULTS.exists():
+        with RESULTS.open(newline="") as file:
+            kept = [line for line in csv.DictReader(file) if line["part"] != part]
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(sorted([*kept, *lines], key=lambda line: PARTS.index(line["part"])))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", choices=("detection", "noise", "stability"), help="one part, printed only")
+    parser.add_argument("--only", choices=PARTS, help="one part")
     parser.add_argument("--noise-steps", type=int, default=2000)
+    parser.add_argument("--keep", action="store_true", help="print only, and leave the results file as it is")
     arguments = parser.parse_args()
-    parts = {
-        "detection": lambda: measured(detection_runs(), num_ranks=1),
-        "stability": lambda: measured(stability_runs(), num_ranks=1),
-        "noise": lambda: measured(noise_runs(arguments.noise_steps), num_ranks=2),
-    }
-    commit = measure.short_commit()
-    lines: list[dict[str, Any]] = []
-    found: dict[str, list[dict[str, Any]]] = {}
-    for name, part in parts.items():
-        for run, numbers in part() if arguments.only in (None, name) else ():
-            found.setdefault(run.name, []).append(numbers)
-            lines.append({"name": run.name, "seed": run.seed, **numbers, "commit": commit})
-    for name, value in promises(found).items():
-        lines.append({"name": name, "median_ratio": round(value, 4), "commit": commit})
-        print(f"{name}: {value:.4g}")
-    if arguments.only is None:
-        with (measure.RESULTS / "stability.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(lines)
+    for part in PARTS if arguments.only is None else (arguments.only,):
+        lines = lines_of(part, arguments.noise_steps)
+        if not arguments.keep:
+            write(part, lines)
 
 
 if __name__ == "__main__":
