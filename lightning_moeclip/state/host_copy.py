@@ -2,29 +2,24 @@
 
 A copy of N bytes reads N and writes N. The checksum is a sum of 64-bit words that wraps around, which a flipped bit
 always changes: N more bytes are read. Host tensors are copied and summed in turns, a part at a time that fits the
-cache, so that the second pass reads no memory. That is one thread: with many, hundreds of short calls would wait for
-each other wherever ranks share processors. Small tensors, such as biases and step counters, would cost more in calls
-than in bytes: they are copied in one call and summed in another.
+cache, so that the second pass reads no memory, each by one of torch's number of threads. Small tensors, such as biases
+and step counters, would cost more in calls than in bytes: they are copied in one call and summed in another.
 """
 
 import contextlib
-import math
-import sys
 import weakref
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_moeclip.state.word_sums import FLOATS, MODULUS, WORD, copy_and_sum, device_sum, in_threads, sum_words
+
 __all__ = ["HostCopy", "Place", "num_bytes_of", "places_of", "summed_in_copy"]
 
-_WORD, _MODULUS = 8, 2**64
 _ALIGNMENT = 64  # bytes, a cache line
 _SMALL_BYTES = 16 * 1024
-_FLOATS: dict[torch.dtype, type[np.floating[Any]]] = {torch.float32: np.float32, torch.float64: np.float64}
-_PART_BYTES = 512 * 1024  # in the cache of one core, with its copy
 
 
 class Place(NamedTuple):
@@ -62,9 +57,9 @@ class HostCopy:
         self._large = {name: place for name, place in places.items() if place.num_bytes > _SMALL_BYTES}
         self._small = {name: place for name, place in places.items() if name not in self._large}
         self._checksums: dict[str, int] = {}
-        num_words = torch.tensor([-(-place.num_bytes // _WORD) for place in self._small.values()], dtype=torch.int64)
+        num_words = torch.tensor([-(-place.num_bytes // WORD) for place in self._small.values()], dtype=torch.int64)
         self._owners = torch.arange(len(self._small)).repeat_interleave(num_words)
-        self._small_bytes = len(self._owners) * _WORD
+        self._small_bytes = len(self._owners) * WORD
         self.buffer = _allocate(num_bytes_of(places), tensors.values())
         # also what lies between small tensors, which is summed with them
         self.buffer[len(self.buffer) - self._small_bytes :].zero_()
@@ -82,28 +77,33 @@ class HostCopy:
             Names among ``checked`` that are not finite.
         """
         live = {name: _distinct(tensors[name]) for name in self.places}
-        suspects, on_host, on_device = [], {}, {}
-        for name, place in self._large.items():
-            # sums are those of the live tensor, so that a bad copy is found as well as a bad buffer
-            memory = _memory(live[name], place.stride)
-            if memory.is_cpu:
-                dtype = _FLOATS[place.dtype] if name in checked else None
-                on_host[name], is_finite = _copy_and_sum(place.bytes_in(self.buffer), memory, dtype)
-                suspects += [] if is_finite else [name]
-            else:
+        # sums are those of the live tensor, so that a bad copy is found as well as a bad buffer
+        memories = {name: _memory(live[name], place.stride) for name, place in self._large.items()}
+        on_device = {}
+        for name, memory in memories.items():
+            if not memory.is_cpu:
                 _copy(self._views[name], live[name], device=live[name].device)
-                on_device[name] = _device_sum(memory)
+                on_device[name] = device_sum(memory)
+
+        def keep(name: str) -> tuple[int, bool]:
+            place = self._large[name]
+            dtype = FLOATS[place.dtype] if name in checked else None
+            return copy_and_sum(place.bytes_in(self.buffer), memories[name], dtype)
+
+        names = [name for name, memory in memories.items() if memory.is_cpu]
+        kept = dict(zip(names, in_threads(keep, names), strict=True))
         if self._small:
             views = [self._views[name] for name in self._small]
             small = [live[name] for name in self._small]
             torch._foreach_copy_(views, small, non_blocking=all(_is_awaited(tensor.device) for tensor in small))
         _synchronise(tensors.values())
+        on_host = {name: number for name, (number, _) in kept.items()}
         self._checksums = on_host | _numbers(on_device) | self._small_sums(self.buffer)
-        return suspects
+        return [name for name, (_, is_finite) in kept.items() if not is_finite]
 
     def damaged(self) -> list[str]:
         """Names of tensors whose bytes in the buffer are not those that were copied."""
-        sums = {name: _sum_words(place.bytes_in(self.buffer)) for name, place in self._large.items()}
+        sums = _sums_on_host({name: place.bytes_in(self.buffer) for name, place in self._large.items()})
         return self._different(sums | self._small_sums(self.buffer))
 
     @torch.no_grad()
@@ -125,8 +125,8 @@ class HostCopy:
 
     def _sums_of(self, live: Mapping[str, Tensor]) -> dict[str, int]:
         large = {name: _memory(live[name], place.stride) for name, place in self._large.items()}
-        on_host = {name: _sum_words(memory) for name, memory in large.items() if memory.is_cpu}
-        on_device = {name: _device_sum(memory) for name, memory in large.items() if not memory.is_cpu}
+        on_host = _sums_on_host({name: memory for name, memory in large.items() if memory.is_cpu})
+        on_device = {name: device_sum(memory) for name, memory in large.items() if not memory.is_cpu}
         again = torch.zeros(self._small_bytes, dtype=torch.uint8)
         begin = len(self.buffer) - self._small_bytes
         for name, place in self._small.items():
@@ -136,7 +136,7 @@ class HostCopy:
     def _small_sums(self, buffer: Tensor) -> dict[str, int]:
         words = buffer[len(buffer) - self._small_bytes :].view(torch.int64)
         sums = torch.zeros(len(self._small), dtype=torch.int64).index_add_(0, self._owners, words)
-        return {name: number % _MODULUS for name, number in zip(self._small, sums.tolist(), strict=True)}
+        return {name: number % MODULUS for name, number in zip(self._small, sums.tolist(), strict=True)}
 
     def _different(self, sums: Mapping[str, int]) -> list[str]:
         return [name for name in self.places if sums[name] != self._checksums[name]]
@@ -161,7 +161,7 @@ def summed_in_copy(tensors: Mapping[str, Tensor], places: Mapping[str, Place]) -
     return {
         name
         for name, place in places.items()
-        if place.num_bytes > _SMALL_BYTES and place.dtype in _FLOATS and tensors[name].is_cpu
+        if place.num_bytes > _SMALL_BYTES and place.dtype in FLOATS and tensors[name].is_cpu
     }
 
 
@@ -175,7 +175,7 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 def _padded(num_bytes: int) -> int:
-    alignment = _ALIGNMENT if num_bytes > _SMALL_BYTES else _WORD
+    alignment = _ALIGNMENT if num_bytes > _SMALL_BYTES else WORD
     return -(-num_bytes // alignment) * alignment
 
 
@@ -208,42 +208,8 @@ def _memory(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _copy_and_sum(target: Tensor, source: Tensor, dtype: type[np.floating[Any]] | None) -> tuple[int, bool]:
-    """Copy [n] uint8 on the host.
-
-    Returns:
-        Sum of the words of ``source``, and whether its values, of ``dtype``, are finite; True without a dtype.
-    """
-    target_bytes, source_bytes, total, is_finite = target.numpy(), source.numpy(), 0, True
-    for start in range(0, len(source_bytes), _PART_BYTES):
-        part = source_bytes[start : start + _PART_BYTES]
-        target_bytes[start : start + _PART_BYTES] = part
-        total += _sum_array(part)
-        if dtype is not None:
-            # the extremes of numpy hold NaN where there is one, and take half of the time of its sum
-            values = part.view(dtype)
-            is_finite &= math.isfinite(np.maximum.reduce(values)) and math.isfinite(np.minimum.reduce(values))
-    return total % _MODULUS, is_finite
-
-
-def _sum_words(memory: Tensor) -> int:
-    """Sum modulo 2**64 of the 64-bit words of [n] uint8 on the host, the last one padded with zeros."""
-    return _sum_array(memory.numpy()) % _MODULUS
-
-
-def _sum_array(memory: "np.ndarray[Any, np.dtype[np.uint8]]") -> int:
-    end = len(memory) // _WORD * _WORD
-    rest = int.from_bytes(memory[end:].tobytes(), sys.byteorder)
-    return int(np.add.reduce(memory[:end].view(np.int64))) + rest
-
-
-def _device_sum(memory: Tensor) -> Tensor:
-    """0-d int64: ``_sum_words`` of [n] uint8 on any device, without waiting for it."""
-    if memory.storage_offset() % _WORD:
-        memory = memory.clone()  # int64 views start at whole words
-    end = len(memory) // _WORD * _WORD
-    rest = torch.nn.functional.pad(memory[end:], (0, end + _WORD - len(memory)))
-    return memory[:end].view(torch.int64).sum() + rest.view(torch.int64).sum()
+def _sums_on_host(memories: Mapping[str, Tensor]) -> dict[str, int]:
+    return dict(zip(memories, in_threads(sum_words, list(memories.values())), strict=True))
 
 
 def _numbers(sums: Mapping[str, Tensor]) -> dict[str, int]:
@@ -252,7 +218,7 @@ def _numbers(sums: Mapping[str, Tensor]) -> dict[str, int]:
     for device in {tensor.device for tensor in sums.values()}:
         here = [name for name, tensor in sums.items() if tensor.device == device]
         numbers = torch.stack([sums[name] for name in here]).tolist()
-        found |= {name: number % _MODULUS for name, number in zip(here, numbers, strict=True)}
+        found |= {name: number % MODULUS for name, number in zip(here, numbers, strict=True)}
     return found
 
 

@@ -8,7 +8,7 @@ The floor of ``take``, in bytes read and written: the copy reads N and writes N;
 values that are not finite reads the parameters, N / 3. So it is (1 + 1 + 1 + 1/3) N / 2 N = 1.67 copies when every pass
 goes to memory, and towards 1 when the later passes find a part in the cache, which is how it is done. Beside bytes,
 each of 672 tensors costs some microseconds. ``restore`` reads N for the checksum of the buffer, copies, and reads N
-for that of the live tensors: 2 copies. ``take`` is one thread; with several, the copy that it is compared to is not.
+for that of the live tensors: 2 copies. Both share the tensors out to as many threads as the copy has.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """What the ring keeps and refuses: bounds in bytes, damage, values that are not finite, tensors of every layout."""
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
-from lightning_moeclip.state.host_copy import HostCopy, _device_sum, _sum_words
+from lightning_moeclip.state.host_copy import HostCopy
 from lightning_moeclip.state.snapshot import LiveState, NotFinite, SnapshotRing, live_state
+from lightning_moeclip.state.word_sums import MODULUS, device_sum, in_threads, sum_words
 from tests.state.timeline import bits
 
 
@@ -220,7 +222,7 @@ def test_large_values_are_finite_though_their_sum_is_not() -> None:
 def test_the_checksum_of_a_device_is_that_of_the_host(length: int) -> None:
     torch.manual_seed(0)
     memory = torch.randint(0, 256, (length + 3,), dtype=torch.uint8)[3:]
-    assert int(_device_sum(memory)) % 2**64 == _sum_words(memory)
+    assert int(device_sum(memory)) % MODULUS == sum_words(memory)
 
 
 @pytest.mark.parametrize("kind", ["buffers", "averages"])
@@ -366,3 +368,17 @@ def test_the_state_of_a_scheduler_is_not_loaded_into_one_of_another_class() -> N
     with pytest.raises(RuntimeError, match=lines):
         ring.restore(live)
     assert second.state_dict() == kept
+
+
+def test_work_is_shared_out_to_as_many_threads_as_torch_has_and_comes_back_in_order() -> None:
+    before = torch.get_num_threads()
+    try:
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            barrier = threading.Barrier(number, timeout=20)
+            found = in_threads(lambda i, wait=barrier.wait: (i, wait(), threading.get_ident()), list(range(number)))
+            assert [i for i, *_ in found] == list(range(number))
+            assert len({ident for *_, ident in found}) == number
+            assert in_threads(str, []) == []
+    finally:
+        torch.set_num_threads(before)
