@@ -4,7 +4,7 @@
   deviation say so. Healthy runs of the same seeds: steps with any flag.
 * noise: 2,000 healthy steps on two ranks with all callbacks on, and 2,000 in float16 with a loss scale: rollbacks,
   skipped steps and resyncs. float16 takes batches of 16 pairs, since CPUs are slow at it.
-* stability: 240 steps of 128 pairs with a bad stretch (30 steps of shuffled pairs; gradients of one batch 1e3 times, of
+* stability: 240 steps of 64 pairs with a bad stretch (30 steps of shuffled pairs; gradients of one batch 1e3 times, of
   another 1e6 times as large), with the callback and with one that only looks on, three seeds each: recall at 1 on the
   held-out pairs, and standard deviation of the cosine from the bad stretch on, over the steps that were taken.
 
@@ -210,7 +210,7 @@ def noise_runs(num_steps: int) -> list[Run]:
 
 def stability_runs() -> list[Run]:
     return [
-        Run(f"{fault}, {'rolled back' if acts else 'watched'}", seed, fault, acts, num_steps=240, batch_size=128)
+        Run(f"{fault}, {'rolled back' if acts else 'watched'}", seed, fault, acts, num_steps=240, batch_size=64)
         for fault in ("none", "shuffled", "spikes")
         for acts in ((True,) if fault == "none" else (True, False))
         for seed in SEEDS
