@@ -4,7 +4,7 @@
   deviation say so. Healthy runs of the same seeds: steps with any flag.
 * noise: 2,000 healthy steps on two ranks with all callbacks on, and 2,000 in float16 with a loss scale: rollbacks,
   skipped steps and resyncs. float16 takes batches of 16 pairs, since CPUs are slow at it.
-* stability: 240 steps of 64 pairs with a bad stretch (30 steps of shuffled pairs; gradients of one batch 1e3 times, of
+* stability: 200 steps of 64 pairs with a bad stretch (30 steps of shuffled pairs; gradients of one batch 1e3 times, of
   another 1e6 times as large), with the callback and with one that only looks on, three seeds each: recall at 1 on the
   held-out pairs, and standard deviation of the cosine from the bad stretch on, over the steps that were taken.
 
@@ -35,7 +35,7 @@ from tests.benchmarks.emoji import EmojiData, make_task
 SEEDS = (0, 1, 2)
 FAULT = 120  # the step at which pairs are shuffled first
 STRETCH = 30
-SPIKES = {FAULT: 1e3, 200: 1e6}
+SPIKES = {FAULT: 1e3, 160: 1e6}
 PARTS = ("detection", "noise", "stability")
 RESULTS = measure.RESULTS / "stability.csv"
 COLUMNS = (
@@ -210,9 +210,9 @@ def noise_runs(num_steps: int) -> list[Run]:
 
 def stability_runs() -> list[Run]:
     return [
-        Run(f"{fault}, {'rolled back' if acts else 'watched'}", seed, fault, acts, num_steps=240, batch_size=64)
-        for fault in ("none", "shuffled", "spikes")
-        for acts in ((True,) if fault == "none" else (True, False))
+        Run(f"{fault}, {'rolled back' if acts else 'watched'}", seed, fault, acts, num_steps=200, batch_size=64)
+        for fault in ("spikes", "shuffled")
+        for acts in (True, False)
         for seed in SEEDS
     ]
 
@@ -233,7 +233,7 @@ def promises(found: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
     for name in ("noise, float32", "noise, float16"):
         if name in found:
             promised[f"{name}: rollbacks and resyncs"] = sum(numbers(name, "rollbacks"))
-    for fault in ("none", "shuffled", "spikes"):
+    for fault in ("shuffled", "spikes"):
         for how in ("rolled back", "watched"):
             if (name := f"{fault}, {how}") in found:
                 promised[f"recall: {name}"] = fmean(numbers(name, "recall_at_1"))
