@@ -13,6 +13,7 @@ Under half an hour on two cores.
 
 import argparse
 import csv
+import os
 import tempfile
 import time
 import warnings
@@ -135,6 +136,7 @@ def train(rank: Rank, run: Run) -> dict[str, Any]:
 
 def train_in(folder: str, rank: Rank, run: Run) -> dict[str, Any]:
     warnings.simplefilter("ignore")
+    os.environ["OMP_NUM_THREADS"] = "1"  # else Lightning gives each of two runs on one rank all cores, to wait on
     began = time.monotonic()
     task = make_task(total_steps=run.num_steps, seed=run.seed)
     rollback = CosineRollback() if run.acts else LooksOn()
