@@ -253,7 +253,8 @@ class CountsFiles(Callback):
 def test_many_pictures_of_two_towers_are_one_run_and_open_no_more_files(tmp_path: Path) -> None:
     logger, counts = TensorBoardLogger(tmp_path), CountsFiles()
     fit(tmp_path, VarianceHeatmap(every_n_steps=1, figure_every_n_steps=2), counts, num_batches=12, logger=logger)
-    assert counts.numbers[-1] == counts.numbers[3]
+    # what tests before have left open may be closed meanwhile
+    assert counts.numbers[-1] <= counts.numbers[3]
     events = events_in(logger.log_dir)
     assert len(events.Images("grad_var/heatmap")) == 6
     assert len(events.Scalars("grad_var/image")) == len(events.Scalars("grad_var/text")) == 12
