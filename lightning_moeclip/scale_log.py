@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_moeclip.gradients.report import LossScale
+from lightning_moeclip.scalars import log_scalars
 
 __all__ = ["ScaleLog"]
 
@@ -33,7 +34,4 @@ class ScaleLog:
             metrics[f"loss_scale/{name}"] = scale.scale
             metrics[f"overflow_rate/{name}"] = scale.overflow_rate
             metrics[f"underflow_rate/{name}"] = scale.underflow_rate
-        trainer.callback_metrics.update(metrics)
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.log_metrics({name: float(value) for name, value in metrics.items()}, step=step)
+        log_scalars(trainer, metrics, step=step)

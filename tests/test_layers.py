@@ -20,7 +20,8 @@ ALLOWED: dict[str, tuple[set[str], bool]] = {
     "casts": ({"binding"}, True),
     "clips": ({"gradients", "casts", "binding"}, True),
     "precision": ({"parallel", "gradients", "state", "clips", "binding"}, True),
-    "scale_log": ({"gradients"}, False),
+    "scalars": (set(), False),
+    "scale_log": ({"gradients", "scalars"}, False),
     "checkpoints": ({"parallel", "gradients", "state", "launch", "binding"}, True),
     "watching": ({"parallel", "gradients", "state", "checkpoints", "binding"}, True),
     "strategy": (
@@ -28,7 +29,7 @@ ALLOWED: dict[str, tuple[set[str], bool]] = {
         True,
     ),
     "monitor": ({"gradients"}, False),
-    "callbacks": ({"monitor", "state", "gradients", "binding"}, True),
+    "callbacks": ({"monitor", "state", "gradients", "scalars", "binding"}, True),
     "testing": ({"parallel", "gradients", "modules", "state", "precision", "strategy", "binding", "kernels"}, True),
     "registry": (set(), False),
     "__init__": ({"registry"}, False),

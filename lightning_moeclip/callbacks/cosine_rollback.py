@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_moeclip.binding import Callback, LightningModule, Trainer
 from lightning_moeclip.callbacks.rollback_ledger import RollbackLedger
-from lightning_moeclip.callbacks.rollback_logs import News, OverflowCount, log_numbers, warn
+from lightning_moeclip.callbacks.rollback_logs import News, OverflowCount, log_numbers
 from lightning_moeclip.callbacks.rollback_record import RollbackRecord
 from lightning_moeclip.callbacks.rollback_schedule import SnapshotSchedule
 from lightning_moeclip.callbacks.rollback_settings import RollbackSettings
@@ -25,7 +25,7 @@ from lightning_moeclip.callbacks.step_numbers import (
     losses_of,
     reduce_step_numbers,
 )
-from lightning_moeclip.callbacks.world import World, check_given_once, world_of
+from lightning_moeclip.callbacks.world import World, check_given_once, warn, world_of
 from lightning_moeclip.monitor.stability import Finding, Observation, StabilityMonitor, StabilitySettings
 
 __all__ = ["CosineRollback", "RollbackRecord"]

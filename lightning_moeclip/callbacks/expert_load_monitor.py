@@ -21,6 +21,7 @@ from lightning_moeclip.monitor.expert_load import (
     TowerLoad,
     counting_layers,
 )
+from lightning_moeclip.scalars import log_scalars
 
 __all__ = ["ExpertLoadMonitor", "PublishedLoad"]
 
@@ -129,10 +130,7 @@ class ExpertLoadMonitor(Callback):
             counts = load.compute()
         self.last = PublishedLoad(trainer.global_step, load.loads(counts))
         scalars = {tag: value for key, row in self.last.loads.items() for tag, value in row.scalars(key)}
-        trainer.callback_metrics.update({tag: torch.tensor(value) for tag, value in scalars.items()})
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.log_metrics(scalars, step=step)
+        log_scalars(trainer, scalars, step=step)
 
     def _take(self) -> dict[str, tuple[Counts, Counts]]:
         """Choices and drops of this rank since the last time, by layer."""

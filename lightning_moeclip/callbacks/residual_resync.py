@@ -1,16 +1,15 @@
 """``ResidualResync``: replicas that no longer hold the same bits are found, told of and made equal again."""
 
 import math
-import warnings
 from typing import Any
 
-import torch
 from typing_extensions import override
 
 from lightning_moeclip.binding import Callback, LightningModule, Trainer
-from lightning_moeclip.callbacks.world import World, check_given_once, world_of
+from lightning_moeclip.callbacks.world import World, check_given_once, warn, world_of
 from lightning_moeclip.gradients.comparison import Category, Comparison
 from lightning_moeclip.monitor.consistency import ConsistencyMonitor, ConsistencySettings
+from lightning_moeclip.scalars import log_scalars
 
 __all__ = ["ResidualResync"]
 
@@ -67,10 +66,10 @@ class ResidualResync(Callback):
         self._is_due = self._has_looked = self._has_warned = self._has_told_unwatched = False
         if world.world_size == 1:
             self._monitor = None
-            warnings.warn(
+            warn(
+                trainer,
                 "ResidualResync on one process compares nothing: there is no other replica. Leave it out, or train on "
                 "more devices.",
-                stacklevel=2,
             )
 
     @override
@@ -128,17 +127,17 @@ class ResidualResync(Callback):
         assert self._monitor is not None, "nothing is compared on one process"
         if comparison.unwatched and not self._has_told_unwatched:
             self._has_told_unwatched = True
-            _warn(trainer, _of_unwatched(comparison.unwatched))
+            warn(trainer, _of_unwatched(comparison.unwatched))
         story = self._monitor.judge(comparison, step=trainer.global_step)
         if story:
-            _warn(trainer, f"ResidualResync: {story}")
+            warn(trainer, f"ResidualResync: {story}")
         return story
 
     def _warn_of_residual(self, trainer: Trainer, story: str, *, is_held: bool) -> None:
         if not self._has_warned:
             self._has_warned = True
             outcome = "the step is held" if is_held else "the step is taken"
-            _warn(
+            warn(
                 trainer,
                 f"ResidualResync: {story}; {outcome}, and what is found of later ones is only logged. Write "
                 "MoEClipStrategy(gradient_dtype=None) to sum gradients in their own dtype, or a larger threshold=...",
@@ -153,16 +152,7 @@ class ResidualResync(Callback):
         }
         if not math.isnan(monitor.relative):
             metrics["grad_residual/relative"] = monitor.relative
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
-
-
-def _warn(trainer: Trainer, message: str) -> None:
-    """Warn once for all ranks, which all find the same."""
-    if trainer.is_global_zero:
-        warnings.warn(message, stacklevel=3)
+        log_scalars(trainer, metrics)
 
 
 def _of_unwatched(names: tuple[str, ...]) -> str:

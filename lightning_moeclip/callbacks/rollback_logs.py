@@ -1,17 +1,16 @@
 """What ``CosineRollback`` tells: numbers to the loggers, and warnings, once for all ranks."""
 
 import math
-import warnings
 from collections.abc import Iterable
-
-import torch
 
 from lightning_moeclip.binding import Trainer
 from lightning_moeclip.callbacks.rollback_ledger import RollbackLedger
 from lightning_moeclip.callbacks.step_numbers import StepNumbers
+from lightning_moeclip.callbacks.world import warn
 from lightning_moeclip.monitor.stability import Observation
+from lightning_moeclip.scalars import log_scalars
 
-__all__ = ["News", "OverflowCount", "log_numbers", "warn"]
+__all__ = ["News", "OverflowCount", "log_numbers"]
 
 
 _MAX_OVERFLOWS = 20  # in a row; a scale that began at 2**16 is below 1 by then
@@ -62,13 +61,4 @@ def log_numbers(trainer: Trainer, ledger: RollbackLedger, observations: Iterable
             metrics["tower_cosine/direction"] = observation.cosine
         if observation.deviation is not None:
             metrics["tower_cosine/deviation"] = observation.deviation
-    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
-    if trainer.is_global_zero:
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
-
-
-def warn(trainer: Trainer, message: str) -> None:
-    """Warn on the first rank: all of them find the same."""
-    if trainer.is_global_zero:
-        warnings.warn(message, stacklevel=3)
+    log_scalars(trainer, metrics)

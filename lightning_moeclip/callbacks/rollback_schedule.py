@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from lightning_moeclip.binding import LightningModule, Trainer
-from lightning_moeclip.callbacks.rollback_logs import warn
 from lightning_moeclip.callbacks.snapshots import AgreedSnapshots
-from lightning_moeclip.callbacks.world import world_of
+from lightning_moeclip.callbacks.world import warn, world_of
 from lightning_moeclip.gradients.comparison import Category
 from lightning_moeclip.monitor.stability import Observation
 

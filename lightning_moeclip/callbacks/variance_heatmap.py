@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -18,6 +17,7 @@ from lightning_moeclip.callbacks.world import World
 from lightning_moeclip.gradients.report import GradSums, LayerKey
 from lightning_moeclip.monitor.heatmap import Heatmap, check_matplotlib
 from lightning_moeclip.monitor.variance_history import NO_TOWER, Sample, VarianceHistory, label_of
+from lightning_moeclip.scalars import log_scalars
 
 __all__ = ["VarianceHeatmap"]
 
@@ -189,11 +189,7 @@ class VarianceHeatmap(Callback):
         # Lightning counts the batch behind its last hook, so this is the step of what the module logs in it
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         scalars = self._scalars(self.history.add(step, parts))
-        metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
-        trainer.callback_metrics.update(metrics)
-        if trainer.is_global_zero and scalars:
-            for logger in trainer.loggers:
-                logger.log_metrics(scalars, step=step)
+        log_scalars(trainer, scalars, step=step)
 
     def _scalars(self, sample: Sample) -> dict[str, float]:
         scalars = {}

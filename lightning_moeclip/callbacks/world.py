@@ -3,6 +3,7 @@
 Every method is called by all ranks at the same point of a step, and answers the same on all of them.
 """
 
+import warnings
 from collections.abc import Collection
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -12,7 +13,7 @@ from lightning_moeclip.binding import Trainer
 from lightning_moeclip.gradients.comparison import Category, Comparison
 from lightning_moeclip.gradients.report import GradReport
 
-__all__ = ["World", "check_given_once", "world_of"]
+__all__ = ["World", "check_given_once", "warn", "world_of"]
 
 Value = TypeVar("Value")
 
@@ -106,3 +107,9 @@ def check_given_once(trainer: Trainer, callback: Any) -> None:
     if number > 1:
         name = type(callback).__name__
         raise ValueError(f"Trainer(callbacks=[...]) holds {number} of {name}: both would act on one step. Give one.")
+
+
+def warn(trainer: Trainer, message: str) -> None:
+    """Warn on the first rank, of what all ranks find."""
+    if trainer.is_global_zero:
+        warnings.warn(message, stacklevel=3)
