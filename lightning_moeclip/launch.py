@@ -126,8 +126,6 @@ class GuardedStrategy(DDPStrategy):
             return None
         return self._watch.publish(error)
 
-    # -- start and end
-
     @override
     def connect(self, model: Any) -> None:
         super().connect(model)
@@ -176,8 +174,6 @@ class GuardedStrategy(DDPStrategy):
             self._watch.stop()
             self._watch = None
 
-    # -- nothing waits for the others once a rank has failed
-
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not self.has_failed:
@@ -206,8 +202,6 @@ class GuardedStrategy(DDPStrategy):
             f"The run has failed, so nothing was gathered: rank {self.global_rank} wrote what it holds to {shard}. "
             "Resume from the last whole checkpoint."
         )
-
-    # -- in the run
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -283,8 +277,6 @@ class GuardedStrategy(DDPStrategy):
                 "would be lost when fit returns. Make it in the module's __init__, or leave out start_method "
                 "(the default 'popen'), or start the script with torchrun."
             )
-
-    # -- the watch and the signals
 
     @property
     def _trainer(self) -> Any:

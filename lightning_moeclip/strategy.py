@@ -109,8 +109,6 @@ class MoEClipStrategy(WatchedStrategy):
         self.report = GradReport()
         self._scale_log = ScaleLog()
 
-    # -- values for the user
-
     @property
     def plan(self) -> SyncPlan:
         """Who reduces what; made when the optimizers are."""
@@ -129,8 +127,6 @@ class MoEClipStrategy(WatchedStrategy):
             0-d norm before clipping, the same on all ranks.
         """
         return self.precision_plugin.clip_norm(self.optimizers if optimizer is None else [optimizer], max_norm)
-
-    # -- set-up
 
     @property
     def precision_plugin(self) -> MoEClipPrecision:
@@ -292,8 +288,6 @@ class MoEClipStrategy(WatchedStrategy):
             "make them attributes of the module."
         )
         return {id(p): before[id(p)] for p in outside.values() if p.dtype is not before[id(p)].dtype}
-
-    # -- a step
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

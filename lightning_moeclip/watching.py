@@ -43,8 +43,6 @@ class WatchedStrategy(CheckpointingStrategy):
     _holders: tuple[str, ...] = ()
     _reasons: tuple[str, ...] = ()
 
-    # -- for callbacks
-
     @property
     def step_loss(self) -> Tensor:
         """0-d: the losses that this rank has sent backward since the last optimizer step.
@@ -118,8 +116,6 @@ class WatchedStrategy(CheckpointingStrategy):
             comparison: of ``compare``, with nothing changed since.
         """
         resync_replicas(self._replicated_state(), self.mesh, comparison, device=self.root_device)
-
-    # -- for the strategy
 
     def _replicated_state(self) -> ReplicatedState:
         return ReplicatedState(

@@ -145,8 +145,6 @@ class CosineRollback(Callback):
         """
         self._handed_in.add(first, second)
 
-    # -- hooks
-
     @property
     @override
     def state_key(self) -> str:
@@ -239,8 +237,6 @@ class CosineRollback(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._ledger.load_state_dict(state_dict)
-
-    # -- what they do
 
     def _observe(self, trainer: Trainer, index: int, numbers: StepNumbers) -> Observation:
         is_scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
