@@ -30,6 +30,7 @@ __all__ = ["MoEClipPrecision"]
 PrecisionName = Literal["32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
 _STOCK = (Precision, MixedPrecision, DoublePrecision, HalfPrecision)
 _STOCK_STATE = "MixedPrecision"
+_NO_CLOSURE = "Leave out ResidualResync and CosineRollback, or use an optimizer whose step() needs no closure."
 
 
 class MoEClipPrecision(ClippingPrecision):
@@ -256,7 +257,8 @@ class MoEClipPrecision(ClippingPrecision):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         self._refuse_closures(optimizer)
         result = closure()
-        if result is None and model.automatic_optimization:
+        # no result alone says nothing: an earlier micro-batch had one, or the user's optimizer_step ran the closure
+        if result is None and model.automatic_optimization and scaler is not None and not _has_gradients(optimizer):
             self._is_left_out = True  # clipping, which hooks may do all the same, must not unscale for a later step
             try:
                 self._after_closure(model, optimizer)
@@ -269,7 +271,7 @@ class MoEClipPrecision(ClippingPrecision):
         if self._is_held is not None and self._is_held():
             is_update_due, output = self._drop(optimizer), result
         elif scaler is None:
-            optimizer.step(**kwargs)
+            _step(optimizer, **kwargs)
             return result
         else:
             is_update_due, output = True, scaler.step(optimizer, **kwargs)
@@ -289,8 +291,7 @@ class MoEClipPrecision(ClippingPrecision):
         if self._is_held is not None and _needs_closure(type(optimizer).step):
             raise TypeError(
                 f"{type(optimizer).__name__} with a callback that may hold a step: it calls backward inside its step, "
-                "and moves parameters before anybody can decide about it. Leave out ResidualResync and CosineRollback, "
-                "or use an optimizer whose step() needs no closure."
+                f"and moves parameters before anybody can decide about it. {_NO_CLOSURE}"
             )
 
     def _drop(self, optimizer: Optimizer) -> bool:
@@ -347,6 +348,27 @@ class MoEClipPrecision(ClippingPrecision):
 
 def _nothing(_: object) -> None:
     pass
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def _step(optimizer: Optimizer, **kwargs: Any) -> None:
+    """Step without a closure, where somebody decides between backward and step.
+
+    Raises:
+        TypeError: the optimizer says that it needs one.
+    """
+    try:
+        optimizer.step(**kwargs)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        if "closure" not in str(error).lower():
+            raise
+        raise TypeError(
+            f"{type(optimizer).__name__}.step() was called without its closure, since a callback may hold the step "
+            f"between the two, and failed: {str(error).splitlines()[0]}. {_NO_CLOSURE}"
+        ) from error
 
 
 @functools.cache

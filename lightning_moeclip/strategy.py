@@ -240,6 +240,7 @@ class MoEClipStrategy(WatchedStrategy):
             before_hooks=self._publish,
             is_held=self._agree_on_verdict if self._learn_who_holds() else None,
         )
+        self._watch_raw_steps()
 
     def _make_masters(self, originals: Mapping[int, Tensor]) -> None:
         """Float32 masters for what the optimizers hold in 16 bits.
@@ -325,9 +326,10 @@ class MoEClipStrategy(WatchedStrategy):
         assert corridor is not None, "backward outside fit"
         if not self._is_stand_in:  # a stand-in takes outputs from within layers
             self.precision_plugin.check_regions(closure_loss)
+        self._begin_backward()
         self.pre_backward(closure_loss)
-        self._note_loss(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        loss, closure_loss = closure_loss, self.precision_plugin.pre_backward(closure_loss, module)
+        self._note_loss(loss, is_live=not self._is_stand_in)
         corridor.begin(is_live=not self._is_stand_in, is_spoiled=self._is_spoiled)
         try:
             with self._in_step():  # activation checkpointing runs layers again
@@ -391,6 +393,7 @@ class MoEClipStrategy(WatchedStrategy):
 
     @override
     def teardown(self) -> None:
+        self._unwatch_raw_steps()
         if self._corridor is not None:
             self._corridor.detach()
         # after spawn the main process tears down too, with neither ranks nor experts

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_moeclip.checkpoints import CheckpointingStrategy
 from lightning_moeclip.gradients.collectives import sum_over
@@ -39,17 +40,27 @@ class WatchedStrategy(CheckpointingStrategy):
     _is_asked_for_statistics = _is_asked_for_residual = False
     _has_stepped = False
     _loss: Tensor | None = None
+    _num_losses = 0
+    _is_stepping = _has_told_of_raw_steps = False
+    _step_hooks: tuple[RemovableHandle, ...] = ()
     _optimizer: Optimizer | None = None
     _holders: tuple[str, ...] = ()
     _reasons: tuple[str, ...] = ()
 
     @property
     def step_loss(self) -> Tensor:
-        """0-d: the losses that this rank has sent backward since the last optimizer step.
+        """0-d: the loss of this rank since the last optimizer step, see ``callbacks.world.World``."""
+        if self._loss is None:
+            return torch.zeros((), device=self.root_device)
+        if not self._num_losses or not self.lightning_module.automatic_optimization:
+            return self._loss
+        # Lightning has divided each by the number of micro-batches of a whole step
+        return self._loss * (self._trainer.accumulate_grad_batches / self._num_losses)
 
-        In automatic optimization Lightning divides them by the number of micro-batches: it is their mean.
-        """
-        return torch.zeros((), device=self.root_device) if self._loss is None else self._loss
+    @property
+    def num_losses(self) -> int:
+        """Losses that this rank has sent backward since the last optimizer step."""
+        return self._num_losses
 
     def ask_for_statistics(self) -> None:
         """Have statistics of the step at hand in its report; every rank asks before the same training step."""
@@ -128,7 +139,8 @@ class WatchedStrategy(CheckpointingStrategy):
 
     def _learn_who_holds(self) -> bool:
         """Whether a callback, or the module, may hold a step; the same on all ranks, or an error on each."""
-        self._loss = None  # of a run that was aborted within a step
+        self._forget_losses()  # of a run that was aborted within a step
+        self._is_stepping = self._has_told_of_raw_steps = False
         candidates = [*self._trainer.callbacks, self.lightning_module]
         self._holders = tuple(type(c).__name__ for c in candidates if getattr(c, "may_hold_step", False))
         checks.check_same_on_all_ranks(list(self._holders), what="The list of callbacks that may hold a step")
@@ -137,8 +149,7 @@ class WatchedStrategy(CheckpointingStrategy):
     def _begin_watch(self) -> None:
         """Before a training step: look at what was asked for, and forget the step that is over."""
         if self._has_stepped:
-            self._loss = None
-            self._has_stepped = False
+            self._forget_losses()
         self._reasons = ()
         self.report = replace(self.report, statistics=None, residual=None, verdict=Verdict())
         if self._corridor is not None:
@@ -147,16 +158,51 @@ class WatchedStrategy(CheckpointingStrategy):
             )
         self._is_asked_for_statistics = self._is_asked_for_residual = False
 
-    def _note_loss(self, loss: Tensor) -> None:
-        before = None if self._has_stepped else self._loss
-        self._loss = loss.detach() if before is None else before + loss.detach()
-        self._has_stepped = False
+    def _begin_backward(self) -> None:
+        """Forget the losses before this one when their step is over, or when their gradients were dropped."""
+        if self._has_stepped or not self._has_gradients():
+            self._forget_losses()
+
+    def _has_gradients(self) -> bool:
+        groups = (group for optimizer in self._plain_optimizers() for group in optimizer.param_groups)
+        return any(p.grad is not None for group in groups for p in group["params"])
+
+    def _note_loss(self, loss: Tensor, *, is_live: bool) -> None:
+        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        self._num_losses += is_live
+
+    def _forget_losses(self) -> None:
+        self._loss, self._num_losses, self._has_stepped = None, 0, False
 
     def _begin_optimizer_step(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._is_stepping = optimizer, True
 
     def _end_optimizer_step(self) -> None:
+        self._is_stepping, self._has_stepped = False, True
+
+    def _watch_raw_steps(self) -> None:
+        """Notice steps of the optimizers that do not come through Lightning."""
+        self._unwatch_raw_steps()
+        self._step_hooks = tuple(o.register_step_pre_hook(self._note_raw_step) for o in self._plain_optimizers())
+
+    def _unwatch_raw_steps(self) -> None:
+        for hook in self._step_hooks:
+            hook.remove()
+        self._step_hooks = ()
+
+    def _note_raw_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Before any step of an optimizer: say once which callbacks do not see one that Lightning does not see."""
+        if self._is_stepping:
+            return
         self._has_stepped = True
+        is_asked = self._corridor is not None and self._corridor.statistics.is_asked
+        if (is_asked or self._holders) and not self._has_told_of_raw_steps:
+            self._has_told_of_raw_steps = True
+            checks.warn_on_first_rank(
+                f"{type(optimizer).__name__}.step() was called past Lightning: no hook comes before such a step, and "
+                "callbacks neither see nor judge it. Step what self.optimizers() returns, without "
+                "use_pl_optimizer=False."
+            )
 
     def _publish(self, optimizer: Optimizer) -> None:
         """Before the hooks of an optimizer step: statistics of its gradients, where they were asked for."""

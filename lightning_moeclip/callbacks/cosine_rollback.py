@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_moeclip.binding import Callback, LightningModule, Trainer
 from lightning_moeclip.callbacks.rollback_ledger import RollbackLedger
-from lightning_moeclip.callbacks.rollback_logs import News, OverflowCount, log_numbers
+from lightning_moeclip.callbacks.rollback_logs import DirectionsNews, News, OverflowCount, log_numbers
 from lightning_moeclip.callbacks.rollback_record import RollbackRecord
 from lightning_moeclip.callbacks.rollback_schedule import SnapshotSchedule
 from lightning_moeclip.callbacks.rollback_settings import RollbackSettings
@@ -116,7 +116,7 @@ class CosineRollback(Callback):
         self._pending: RollbackRecord | None = None
         self._is_set_up = False
         self._schedule = SnapshotSchedule(snapshot_every_n_steps)
-        self._news, self._overflows = News(), OverflowCount()
+        self._news, self._overflows, self._directions_news = News(), OverflowCount(), DirectionsNews()
 
     @property
     def history(self) -> list[RollbackRecord]:
@@ -163,7 +163,7 @@ class CosineRollback(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._monitors, self._observations, self._pending = {}, [], None
-        self._news, self._overflows = News(), OverflowCount()
+        self._news, self._overflows, self._directions_news = News(), OverflowCount(), DirectionsNews()
         self._ledger.begin()
         self._schedule = SnapshotSchedule(self.limits.snapshot_every_n_steps, begin=trainer.global_step)
         self._snapshots = AgreedSnapshots(
@@ -180,6 +180,14 @@ class CosineRollback(Callback):
             self._ask(pl_module)
 
     @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        is_first = world_of(trainer, self).num_losses == 0
+        self._handed_in.begin_backward(is_first=is_first)
+        if is_first:  # what is there belongs to gradients that were dropped
+            for told in self._losses:
+                told.pop_direction_sums()
+
+    @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         world = world_of(trainer, self)
         # also of a step that is held: they belong to no other
@@ -187,14 +195,11 @@ class CosineRollback(Callback):
         if self._pending is not None:
             world.hold_step(f"CosineRollback: {self._pending.reason}")
             return
-        numbers = reduce_step_numbers(world, sums)
-        if not self._monitors and not numbers.has_directions:
-            warn(
-                trainer,
-                "CosineRollback watches loss and gradient norm alone: no loss tells of its directions. Use "
-                "ContrastiveLoss or SigmoidLoss as a layer of the module, or CosineRollback.hand_in(...).",
-            )
+        numbers = reduce_step_numbers(
+            world, sums, micro_batches=trainer.accumulate_grad_batches if pl_module.automatic_optimization else None
+        )
         index = next(i for i, other in enumerate(trainer.optimizers) if other is optimizer)
+        self._directions_news.note(index, numbers)
         self.observation = observation = self._observe(trainer, index, numbers)
         self._observations.append(observation)
         acting = [finding for finding in observation.findings if finding.acts]
@@ -208,6 +213,7 @@ class CosineRollback(Callback):
     ) -> None:
         if not self._observations:
             return  # a micro-batch before the last of its step
+        self._directions_news.tell(trainer)
         observations, pending = self._observations, self._pending
         self._observations, self._pending = [], None
         is_judged = all(observation.is_judged for observation in observations)
@@ -220,6 +226,7 @@ class CosineRollback(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._directions_news.tell(trainer, is_end=True)
         self._release()
 
     @override

@@ -10,7 +10,7 @@ from lightning_moeclip.callbacks.world import warn
 from lightning_moeclip.monitor.stability import Observation
 from lightning_moeclip.scalars import log_scalars
 
-__all__ = ["News", "OverflowCount", "log_numbers"]
+__all__ = ["DirectionsNews", "News", "OverflowCount", "log_numbers"]
 
 
 _MAX_OVERFLOWS = 20  # in a row; a scale that began at 2**16 is below 1 by then
@@ -49,6 +49,32 @@ class OverflowCount:
                 "row. The loss scaler finds no scale at which they are finite, and no step is taken. Look for what "
                 "makes them infinite in the backward pass, or train in bfloat16.",
             )
+
+
+class DirectionsNews:
+    """Warns once when no loss of a run tells of its directions."""
+
+    def __init__(self) -> None:
+        self._silent: set[int] = set()
+        self._is_told = False
+
+    def note(self, index: int, numbers: StepNumbers) -> None:
+        """Take in a step of the optimizer with that place among the Trainer's."""
+        if numbers.has_directions:
+            self._is_told = True  # there is nothing to tell
+        elif numbers.grad_norm != 0.0:
+            self._silent.add(index)
+
+    def tell(self, trainer: Trainer, *, is_end: bool = False) -> None:
+        """Warn when each optimizer has stepped without, or, at the end of a run, any."""
+        if self._is_told or not self._silent or (len(self._silent) < len(trainer.optimizers) and not is_end):
+            return
+        self._is_told = True
+        warn(
+            trainer,
+            "CosineRollback watches loss and gradient norm alone: no loss tells of its directions. Use "
+            "ContrastiveLoss or SigmoidLoss as a layer of the module, or CosineRollback.hand_in(...).",
+        )
 
 
 def log_numbers(trainer: Trainer, ledger: RollbackLedger, observations: Iterable[Observation]) -> None:

@@ -29,10 +29,11 @@ class StepNumbers:
 
     Attributes:
         loss: mean over ranks; NaN or infinite when that of any rank is.
-        grad_norm: of the reduced gradients, each logical parameter once; 0 where there are none.
+        grad_norm: of the reduced gradients, each logical parameter once; 0 where there are none. Of a step with fewer
+            micro-batches than others, such as the last of an epoch, that of their mean.
         cosine: directional; None where it is unknown or undefined.
         has_directions: some loss told of its directions.
-        is_whole: every rank had a loss.
+        is_whole: every rank had a loss, in each of as many micro-batches.
     """
 
     loss: float
@@ -47,6 +48,13 @@ class CotangentSums:
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None
+        self._new: Tensor | None = None  # since the last backward began
+
+    def begin_backward(self, *, is_first: bool) -> None:
+        """What was handed in since the last backward belongs to this one; the first of a step begins the sums anew."""
+        if is_first:
+            self._sums = None
+        self._sums = self.pop()
 
     def add(self, first: Tensor | Sequence[Tensor], second: Tensor | Sequence[Tensor]) -> None:
         """Add the sums of two cotangents of the same features, or of several features in the same order.
@@ -65,12 +73,13 @@ class CotangentSums:
             wide = torch.float32 if a.device.type == "mps" else torch.float64
             x, y = (t.detach().flatten().to(wide) for t in (a, b))
             sums = torch.stack([x @ y, x @ x, y @ y])
-            self._sums = sums if self._sums is None else self._sums + sums
+            self._new = sums if self._new is None else self._new + sums
 
     def pop(self) -> Tensor | None:
-        """The sums since the last pop, [3]; None where nothing was handed in."""
-        sums, self._sums = self._sums, None
-        return sums
+        """The sums of the step at hand, [3]; None where nothing was handed in."""
+        parts = [sums for sums in (self._sums, self._new) if sums is not None]
+        self._sums = self._new = None
+        return torch.stack(parts).sum(0) if parts else None
 
 
 def losses_of(module: nn.Module) -> list[DirectionalLoss]:
@@ -78,7 +87,7 @@ def losses_of(module: nn.Module) -> list[DirectionalLoss]:
     return [layer for layer in module.modules() if isinstance(layer, DirectionalLoss)]
 
 
-def reduce_step_numbers(world: World, told: Iterable[Tensor | None]) -> StepNumbers:
+def reduce_step_numbers(world: World, told: Iterable[Tensor | None], *, micro_batches: int | None) -> StepNumbers:
     """Sum what each rank knows of the step; a collective.
 
     Every number has an entry of its own: one that is not finite spoils no other.
@@ -86,6 +95,7 @@ def reduce_step_numbers(world: World, told: Iterable[Tensor | None]) -> StepNumb
     Args:
         world: the strategy.
         told: sums over directions of this rank, [3] each; None where a loss was not used.
+        micro_batches: by whose number each loss was divided; None in manual optimization.
     """
     square = world.gradient_square()
     device = square.device
@@ -95,16 +105,19 @@ def reduce_step_numbers(world: World, told: Iterable[Tensor | None]) -> StepNumb
             directions[:3] += sums.to(directions)
             directions[3] = 1.0
     loss = world.step_loss.detach().to(directions).reshape(1)
-    total, norm_square, ab, aa, bb, num_told = world.reduce_sums(
-        torch.cat([loss, square.reshape(1), directions])
+    number = float(world.num_losses)
+    numbers = torch.tensor([number, number * number], dtype=square.dtype, device=device)
+    total, norm_square, losses, losses_square, ab, aa, bb, num_told = world.reduce_sums(
+        torch.cat([loss, square.reshape(1), numbers, directions])
     ).tolist()
+    grad_norm = math.sqrt(norm_square) if norm_square >= 0 else math.nan
     attendance = world.report.attendance
+    is_whole = attendance is None or attendance.num_live_ranks == world.world_size
+    if micro_batches is not None:
+        is_whole = is_whole and losses > 0 and losses_square * world.world_size == losses * losses
+        grad_norm *= micro_batches * world.world_size / losses if losses else 1.0
     return StepNumbers(
-        total / world.world_size,
-        math.sqrt(norm_square) if norm_square >= 0 else math.nan,
-        _cosine(ab, aa, bb) if num_told else None,
-        num_told > 0,
-        attendance is None or attendance.num_live_ranks == world.world_size,
+        total / world.world_size, grad_norm, _cosine(ab, aa, bb) if num_told else None, num_told > 0, is_whole
     )
 
 

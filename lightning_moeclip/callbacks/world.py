@@ -24,8 +24,10 @@ class World(Protocol):
 
     Attributes:
         report: of the last step.
-        step_loss: 0-d, the losses that this rank has sent backward since the last optimizer step: in automatic
-            optimization the mean over its micro-batches. The objective is the mean of it over ranks.
+        step_loss: 0-d, of this rank since the last optimizer step: in automatic optimization the mean over the
+            micro-batches that had a loss, in manual optimization the sum of the losses. The objective is its mean over
+            ranks. What went backward and was dropped (``zero_grad``) without a step does not count.
+        num_losses: how many losses that are. Before the first backward of a step, also in ``on_before_backward``, 0.
     """
 
     report: GradReport
@@ -36,6 +38,10 @@ class World(Protocol):
 
     @property
     def step_loss(self) -> Tensor:
+        """See the class."""
+
+    @property
+    def num_losses(self) -> int:
         """See the class."""
 
     def ask_for_statistics(self) -> None:
