@@ -108,3 +108,4 @@ class RollbackLedger:
         """Take over what ``state_dict`` returned."""
         self.in_a_row, self.total = state_dict["num_rollbacks"], state_dict["total_rollbacks"]
         self.history = [RollbackRecord(**record) for record in state_dict["history"]]
+        self._has_restored = False

@@ -22,7 +22,9 @@ def broadcast_state(module: nn.Module, mesh: Mesh) -> None:
     """
     if mesh.world_size == 1:
         return
-    check_same_on_all_ranks(_lines({**dict(module.named_parameters()), **_parts(module)}), what="The model")
+    check_same_on_all_ranks(
+        _lines({**dict(module.named_parameters()), **_parts(_saved_buffers(module))}), what="The model"
+    )
     spread = spread_names(module)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     whole = {id(p): p for name, p in parameters.items() if name not in spread}
@@ -40,8 +42,9 @@ def broadcast_buffers(module: nn.Module, mesh: Mesh) -> None:
     """
     if mesh.world_size == 1:
         return
-    parts = _parts(module)
-    if len(parts) > len(_saved_buffers(module)):
+    buffers = _saved_buffers(module)
+    parts = _parts(buffers)
+    if len(parts) > len(buffers):  # some are sparse, and may have got more elements since the start
         check_same_on_all_ranks(_lines(parts), what="A sparse buffer")
     broadcast_from_first(parts.values(), mesh.gradient_groups["dp"])
 
@@ -50,10 +53,10 @@ def _lines(tensors: Mapping[str, Tensor]) -> list[str]:
     return [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()]
 
 
-def _parts(module: nn.Module) -> dict[str, Tensor]:
-    """The strided tensors of the buffers that are saved."""
+def _parts(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The strided tensors of buffers of any layout."""
     found: dict[str, Tensor] = {}
-    for name, buffer in _saved_buffers(module).items():
+    for name, buffer in buffers.items():
         found |= strided_parts(name, buffer)
     return found
 
