@@ -13,6 +13,9 @@ from typing_extensions import override
 
 from lightning_moeclip.binding import Callback, Trainer, pl
 from lightning_moeclip.callbacks.cosine_rollback import CosineRollback
+from lightning_moeclip.callbacks.rollback_ledger import RollbackLedger
+from lightning_moeclip.callbacks.rollback_record import RollbackRecord
+from lightning_moeclip.callbacks.rollback_settings import RollbackSettings
 from lightning_moeclip.parallel.agreement import gather_objects
 from lightning_moeclip.state import host_copy
 from lightning_moeclip.state.random_numbers import random_states, set_random_states
@@ -129,6 +132,17 @@ def test_a_second_fit_of_one_trainer_goes_on_counting_and_another_trainer_begins
     quiet_trainer(2, callbacks=[rollback]).fit(Faulty(nan_loss=(5,), rank=1), rows(rank, 7))
     assert told(rollback) == [(5, "rolled back", 4)]
     assert (rollback.num_rollbacks, rollback.total_rollbacks) == (1, 1)
+
+
+def test_a_count_from_a_checkpoint_knows_of_no_random_numbers_that_came_back() -> None:
+    ledger = RollbackLedger(RollbackSettings())
+    ledger.count(RollbackRecord(5, 0, 5, "loss nan", "rolled back", 4), has_snapshot=True)
+    ledger.note_restored()
+    kept = ledger.state_dict()
+    assert (ledger.pop_restored(), ledger.pop_restored()) == (1, 0)
+    ledger.note_restored()
+    ledger.load_state_dict(kept)
+    assert (ledger.total, ledger.pop_restored()) == (1, 0)
 
 
 # -- memory, and tensors that are no plain ones
