@@ -27,6 +27,7 @@ from lightning_moeclip.callbacks.step_numbers import (
 )
 from lightning_moeclip.callbacks.world import World, check_given_once, warn, world_of
 from lightning_moeclip.monitor.stability import Finding, Observation, StabilityMonitor, StabilitySettings
+from lightning_moeclip.state.random_numbers import begin_another_stream
 
 __all__ = ["CosineRollback", "RollbackRecord"]
 
@@ -37,11 +38,12 @@ class CosineRollback(Callback):
     Before each optimizer step all ranks judge the same numbers, see ``StabilityMonitor``. A loss or gradient norm that
     is not finite or, from 72 healthy steps on, 6 deviations above those before, holds the step, and the run goes back
     to its last healthy snapshot: parameters, buffers, optimizer, schedulers, also those that step once per epoch, loss
-    scaler, random numbers and averages of ``WeightAveraging``. Counters, epochs and data go on. A resumed run knows no
-    healthy steps yet. Under a loss scaler, gradients that overflow are the scaler's alone. The directional cosine warns
-    and blocks snapshots, and acts only under ``act_on_cosine``. For 16 steps after a rollback a batch with such a
-    finding is skipped instead, unless something is not finite: the state is known to be good. 32 of them in a row are
-    a new level, within 10 times of the old loss and 100 times of the old gradient norm.
+    scaler, random numbers and averages of ``WeightAveraging``. Counters, epochs and data go on; the next epoch draws
+    its order from other random numbers. A resumed run knows no healthy steps yet. Under a loss scaler, gradients that
+    overflow are the scaler's alone. The directional cosine warns and blocks snapshots, and acts only under
+    ``act_on_cosine``. For 16 steps after a rollback a batch with such a finding is skipped instead, unless something
+    is not finite: the state is known to be good. 32 of them in a row are a new level, within 10 times of the old loss
+    and 100 times of the old gradient norm.
 
     A snapshot is a candidate until the next step is judged, the first one made with its parameters; when that step is
     a fault, the candidate is dropped and the run goes back to the one before. Snapshots of another layout (parameters
@@ -82,7 +84,7 @@ class CosineRollback(Callback):
 
     Raises:
         ValueError: a value out of its range, two of these callbacks, or a snapshot larger than allowed.
-        TypeError: a strategy other than ``MoEClipStrategy``.
+        TypeError: a strategy other than ``MoEClipStrategy``, or a tensor that no snapshot can hold.
         RuntimeError: on every rank, when ``max_rollbacks`` is exceeded.
     """
 
@@ -158,7 +160,8 @@ class CosineRollback(Callback):
         if stage == "fit":
             world_of(trainer, self)
             check_given_once(trainer, self)
-            self._ledger = RollbackLedger(self.limits)  # a checkpoint is loaded later
+            if trainer.global_step == 0:  # else the same run goes on; a checkpoint is loaded later
+                self._ledger = RollbackLedger(self.limits)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -172,7 +175,14 @@ class CosineRollback(Callback):
             ranks_per_node=trainer.num_devices,
             watched=(self._watched, self._set_watched),
         )
+        self._snapshots.check(trainer, pl_module)
         self._ask(pl_module)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if number := self._ledger.pop_restored():
+            # the numbers that were restored have ordered an epoch already: this one's order is drawn after this hook
+            begin_another_stream(number)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -281,6 +291,7 @@ class CosineRollback(Callback):
         if record.action == "rolled back":
             assert self._snapshots is not None, "decided with a snapshot"
             record = replace(record, restored_step=self._snapshots.restore(trainer, module))
+            self._ledger.note_restored()
         self.history.append(record)
         warn(trainer, f"CosineRollback, {record}")
 

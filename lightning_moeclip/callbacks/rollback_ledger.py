@@ -8,7 +8,9 @@ from lightning_moeclip.callbacks.rollback_settings import RollbackSettings
 
 __all__ = ["RollbackLedger"]
 
+# chosen: longer skips more bad batches in a row without a rollback, and goes on longer in a state that broke after all
 _COOL_DOWN_STEPS = 16
+# chosen: as many as teach a level; fewer forget a fault that comes back, more add up faults far apart
 _HEALTHY_STEPS = 64
 
 
@@ -28,6 +30,7 @@ class RollbackLedger:
         self.limits = limits
         self.history: list[RollbackRecord] = []
         self.in_a_row = self.total = 0
+        self._has_restored = False
         self.begin()
 
     def begin(self) -> None:
@@ -84,6 +87,15 @@ class RollbackLedger:
         """A snapshot that was taken since the last rollback has shown to be healthy."""
         self._has_new_snapshot = True
 
+    def note_restored(self) -> None:
+        """Random numbers of before have come back."""
+        self._has_restored = True
+
+    def pop_restored(self) -> int:
+        """Number of all rollbacks, which grows with each, when some random numbers have come back since; else 0."""
+        number, self._has_restored = self.total if self._has_restored else 0, False
+        return number
+
     def state_dict(self) -> dict[str, Any]:
         """Counts and history, for a checkpoint."""
         return {
@@ -96,3 +108,4 @@ class RollbackLedger:
         """Take over what ``state_dict`` returned."""
         self.in_a_row, self.total = state_dict["num_rollbacks"], state_dict["total_rollbacks"]
         self.history = [RollbackRecord(**record) for record in state_dict["history"]]
+        self._has_restored = False

@@ -1,8 +1,6 @@
 """Snapshots of a run that all ranks take, keep and restore alike."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -11,11 +9,10 @@ from lightning_moeclip.callbacks.averages import counters_of_averages
 from lightning_moeclip.callbacks.world import World
 from lightning_moeclip.state.finite import checked_names, not_finite
 from lightning_moeclip.state.host_copy import num_bytes_of, places_of
+from lightning_moeclip.state.live import GetAndSet
 from lightning_moeclip.state.snapshot import LiveState, NotFinite, SnapshotRing, live_state
 
 __all__ = ["AgreedSnapshots"]
-
-GetAndSet = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 class AgreedSnapshots:
@@ -48,6 +45,14 @@ class AgreedSnapshots:
     def num_bytes(self) -> int:
         """Bytes of host memory that this rank's snapshots take."""
         return self._ring.num_bytes
+
+    def check(self, trainer: Trainer, module: LightningModule) -> None:
+        """Refuse a run with a tensor that no snapshot can hold.
+
+        Raises:
+            TypeError: there is one.
+        """
+        self._live(trainer, module)
 
     def take(self, trainer: Trainer, module: LightningModule, *, step: int) -> str:
         """Keep the state as it is, as a candidate, on all ranks or on none; a collective.

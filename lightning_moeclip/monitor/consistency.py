@@ -15,6 +15,7 @@ __all__ = ["ConsistencyMonitor", "ConsistencySettings", "Level", "describe"]
 
 Level = Literal["ok", "warn", "critical"]
 
+# chosen: chance does not meet one tensor four times; each more lets a fault of the program run on to another check
 _MAX_RESYNCS = 3
 _MAX_TOLD = 8  # differences spelled out at once; of the others the number is told
 _FLOAT16_EPSILON = torch.finfo(torch.float16).eps

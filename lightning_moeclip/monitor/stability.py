@@ -20,7 +20,7 @@ _SIGMAS = 6.0
 # of the logarithm of their gradient norms by more than 0.05, and half their cosines lie farther from the median
 _LOSS_FLOOR, _NORM_FLOOR, _COSINE_FLOOR = 0.02, 0.05, 0.01
 _STEADY_SIGMAS = 3.0  # how far a steady cosine below ``low`` lies from the level, where it is a fault and no habit
-_NEW_LEVEL_STEPS = 64
+_NEW_LEVEL_STEPS = 64  # all that ``CosineTrack`` keeps: the new level is as well known as the old one was
 
 
 @dataclass(frozen=True)

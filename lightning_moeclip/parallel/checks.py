@@ -175,11 +175,17 @@ def unequal_batch_counts(stage: str, told: str) -> str:
 
 
 def check_strided_gradients(module: nn.Module) -> None:
-    """Refuse layers whose gradients are sparse.
+    """Refuse layers whose gradients are sparse, and sparse parameters.
 
     Raises:
-        ValueError: the module has an ``nn.Embedding(sparse=True)``.
+        ValueError: the module has an ``nn.Embedding(sparse=True)`` or a sparse parameter.
     """
+    for name, parameter in module.named_parameters():
+        if parameter.layout != torch.strided:
+            raise ValueError(
+                f"{name} is a parameter of {parameter.layout}. Parameters are sent, summed and compared element by "
+                "element. Write register_buffer(...) where it is not trained, or train its values as a dense one."
+            )
     for path, layer in module.named_modules():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
             raise ValueError(

@@ -1,11 +1,14 @@
 """Values of the first rank for all that hold the same copy."""
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from lightning_moeclip.gradients.collectives import broadcast_from_first
 from lightning_moeclip.parallel.checks import check_same_on_all_ranks
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.state.canonical import spread_names
+from lightning_moeclip.state.strided import strided_parts
 
 __all__ = ["broadcast_buffers", "broadcast_state"]
 
@@ -15,10 +18,13 @@ def broadcast_state(module: nn.Module, mesh: Mesh) -> None:
 
     Raises:
         RuntimeError: on every rank, when ranks differ in what there is to broadcast.
+        TypeError: the elements of a buffer do not lie in memory of its own; those of sparse ones do.
     """
-    kept = [*module.named_parameters(), *_saved_buffers(module).items()]
-    described = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in kept]
-    check_same_on_all_ranks(described, what="The model")
+    if mesh.world_size == 1:
+        return
+    check_same_on_all_ranks(
+        _lines({**dict(module.named_parameters()), **_parts(_saved_buffers(module))}), what="The model"
+    )
     spread = spread_names(module)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     whole = {id(p): p for name, p in parameters.items() if name not in spread}
@@ -29,8 +35,30 @@ def broadcast_state(module: nn.Module, mesh: Mesh) -> None:
 
 
 def broadcast_buffers(module: nn.Module, mesh: Mesh) -> None:
-    """Buffers that are saved, of the first rank; others, such as counts of a rank's own tokens, are each rank's."""
-    broadcast_from_first(_saved_buffers(module).values(), mesh.gradient_groups["dp"])
+    """Buffers that are saved, of the first rank; others, such as counts of a rank's own tokens, are each rank's.
+
+    Raises:
+        RuntimeError: on every rank, when ranks hold other numbers of elements in a sparse buffer.
+    """
+    if mesh.world_size == 1:
+        return
+    buffers = _saved_buffers(module)
+    parts = _parts(buffers)
+    if len(parts) > len(buffers):  # some are sparse, and may have got more elements since the start
+        check_same_on_all_ranks(_lines(parts), what="A sparse buffer")
+    broadcast_from_first(parts.values(), mesh.gradient_groups["dp"])
+
+
+def _lines(tensors: Mapping[str, Tensor]) -> list[str]:
+    return [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()]
+
+
+def _parts(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The strided tensors of buffers of any layout."""
+    found: dict[str, Tensor] = {}
+    for name, buffer in buffers.items():
+        found |= strided_parts(name, buffer)
+    return found
 
 
 def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ __all__ = ["joint_digest", "tensor_digest"]
 _NUM_COLUMNS = 4096
 _ROW_WIDTH = 1023  # odd, and without a factor in common with the number of columns
 _WORD_BYTES = 8
-_MAX_SMALL = 4096  # elements
+_MAX_SMALL = 4096  # elements; chosen: to join tensors saves calls and copies each once more
 _SHIFT = 29  # takes no sign of a float of 16, 32 or 64 bits in a word to the place of another
 # multiplier of Knuth's MMIX generator, The Art of Computer Programming 2, 3.3.4; odd
 _SIZE_WEIGHT = 6364136223846793005

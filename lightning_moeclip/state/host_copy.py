@@ -8,7 +8,7 @@ and step counters, would cost more in calls than in bytes: they are copied in on
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from lightning_moeclip.state.word_sums import FLOATS, MODULUS, WORD, copy_and_sum, device_sum, in_threads, sum_words
 
-__all__ = ["HostCopy", "Place", "num_bytes_of", "places_of", "summed_in_copy"]
+__all__ = ["HostCopy", "Place", "enough_memory", "num_bytes_of", "places_of", "summed_in_copy"]
 
 _ALIGNMENT = 64  # bytes, a cache line
 _SMALL_BYTES = 16 * 1024
+_OUT_OF_MEMORY = "can't allocate memory"  # of torch's DefaultCPUAllocator, which raises a plain RuntimeError
 
 
 class Place(NamedTuple):
@@ -143,17 +144,23 @@ class HostCopy:
 
 
 def places_of(tensors: Mapping[str, Tensor]) -> dict[str, Place]:
-    """Places of all tensors, the large ones first, each of which begins at a cache line."""
+    """Places of all tensors, the large ones first, each of which begins at a cache line.
+
+    Small ones begin at a word, and those of complex128, the one dtype of two words, come before the others.
+    """
     distinct = {name: _distinct(tensor) for name, tensor in tensors.items()}
     places: dict[str, Place] = {}
     end = 0
-    for is_large in (True, False):
-        for name, tensor in distinct.items():
-            size = _num_bytes(tensor)
-            if (size > _SMALL_BYTES) is is_large:
-                places[name] = Place(end, size, tensor.shape, _memory_stride(tensor), tensor.dtype)
-                end += _padded(size)
+    for name, tensor in sorted(distinct.items(), key=_turn):
+        size = _num_bytes(tensor)
+        places[name] = Place(end, size, tensor.shape, _memory_stride(tensor), tensor.dtype)
+        end += _padded(size)
     return places
+
+
+def _turn(named: tuple[str, Tensor]) -> tuple[bool, bool]:
+    _, tensor = named
+    return _num_bytes(tensor) <= _SMALL_BYTES, tensor.element_size() <= WORD
 
 
 def summed_in_copy(tensors: Mapping[str, Tensor], places: Mapping[str, Place]) -> set[str]:
@@ -170,6 +177,26 @@ def num_bytes_of(places: Mapping[str, Place]) -> int:
     return sum(_padded(place.num_bytes) for place in places.values())
 
 
+@contextlib.contextmanager
+def enough_memory(num_bytes: int) -> Iterator[None]:
+    """Tell in one way that there is no memory for a copy of that many bytes: torch raises several, Python another.
+
+    Raises:
+        MemoryError: the body ran out of memory of the host or of a device.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _OUT_OF_MEMORY in str(error)
+        if not is_memory:
+            raise
+        kind = "device" if isinstance(error, torch.OutOfMemoryError) else "host"
+        raise MemoryError(
+            f"There is no {kind} memory for the {num_bytes:,} bytes of a snapshot. Write "
+            f"CosineRollback(max_snapshot_bytes={num_bytes}) to keep one of them, or leave the callback out."
+        ) from error
+
+
 def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -180,8 +207,10 @@ def _padded(num_bytes: int) -> int:
 
 
 def _distinct(tensor: Tensor) -> Tensor:
-    """The elements that lie in memory, once each: an expanded tensor repeats some."""
+    """The elements as they lie in memory, once each: an expanded tensor repeats some, a conjugate one has a flag."""
     tensor = tensor.detach()
+    tensor = tensor.conj() if tensor.is_conj() else tensor
+    tensor = torch._neg_view(tensor) if tensor.is_neg() else tensor
     if 0 in tensor.stride():
         for dim, stride in enumerate(tensor.stride()):
             if stride == 0 and tensor.shape[dim] > 1:

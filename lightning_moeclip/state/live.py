@@ -1,17 +1,16 @@
 """What a snapshot holds of a run: the tensors that training changes, in place, and small Python states beside them."""
 
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_moeclip.gradients.master_parameter import MasterParameter, parameter_names
 from lightning_moeclip.state.optimizer_state import OptimizerFrame
+from lightning_moeclip.state.random_numbers import random_states, set_random_states
+from lightning_moeclip.state.strided import check_strided, strided_parts
 
 __all__ = ["OPTIMIZER_STATE", "GetAndSet", "LiveState", "Stateful", "live_state"]
 
@@ -88,6 +87,9 @@ def live_state(
         schedulers: learning rate schedulers, of torch.
         precision: plugin with the loss scaler.
         averages: further modules by name, such as the model of ``WeightAveraging``.
+
+    Raises:
+        TypeError: the elements of a tensor do not lie in memory of its own; sparse ones of a module do.
     """
     names = parameter_names(module, optimizers)
     frames = [OptimizerFrame(optimizer, names) for optimizer in optimizers]
@@ -97,7 +99,10 @@ def live_state(
         known = set(map(id, found.values()))
         for i, (optimizer, frame) in enumerate(zip(optimizers, frames, strict=True)):
             found |= _held_by_optimizer(optimizer, i, names, known)
-            found |= {f"{OPTIMIZER_STATE}/{i}: {name}": tensor for name, tensor in frame.tensors().items()}
+            held = {f"{OPTIMIZER_STATE}/{i}: {name}": tensor for name, tensor in frame.tensors().items()}
+            for name, tensor in held.items():
+                check_strided(name, tensor)
+            found |= held
         return found
 
     def layout() -> list[str]:
@@ -111,17 +116,20 @@ def live_state(
     # after the schedulers, whose states do not touch the learning rates that they have set
     objects |= {f"optimizer {i}": (frame.read, frame.write) for i, frame in enumerate(frames)}
     # last: a setter may draw a number
-    objects["random numbers"] = (_random_states, _set_random_states)
+    objects["random numbers"] = (random_states, set_random_states)
     return LiveState(collect(), objects, collect=collect, layout=layout)
 
 
 def _held_by_modules(module: nn.Module, averages: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Parameters and buffers of the module and of its averages."""
-    found: dict[str, Tensor] = {f"parameters/{name}": p for name, p in module.named_parameters()}
-    found |= {f"buffers/{name}": buffer for name, buffer in module.named_buffers()}
+    held: dict[str, Tensor] = {f"parameters/{name}": p for name, p in module.named_parameters()}
+    held |= {f"buffers/{name}": buffer for name, buffer in module.named_buffers()}
     for key, average in averages.items():
         kept = (*average.named_parameters(), *average.named_buffers())
-        found |= {f"averages/{key}.{name}": tensor for name, tensor in kept}
+        held |= {f"averages/{key}.{name}": tensor for name, tensor in kept}
+    found: dict[str, Tensor] = {}
+    for name, tensor in held.items():
+        found |= strided_parts(name, tensor)
     return found
 
 
@@ -168,20 +176,3 @@ def _settle(optimizers: Iterable[Optimizer]) -> None:
             for parameter in group["params"]:
                 if isinstance(parameter, MasterParameter):
                     parameter.settle()
-
-
-def _random_states() -> dict[str, Any]:
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def _set_random_states(states: Mapping[str, Any]) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if states["cuda"]:
-        torch.cuda.set_rng_state_all(states["cuda"])

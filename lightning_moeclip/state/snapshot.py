@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_moeclip.parallel.checks import warn_on_first_rank
 from lightning_moeclip.state.finite import checked_names, not_finite
-from lightning_moeclip.state.host_copy import HostCopy, num_bytes_of, places_of, summed_in_copy
+from lightning_moeclip.state.host_copy import HostCopy, enough_memory, num_bytes_of, places_of, summed_in_copy
 from lightning_moeclip.state.live import LiveState, live_state
 
 __all__ = ["LiveState", "NotFinite", "SnapshotRing", "live_state"]
@@ -91,6 +91,7 @@ class SnapshotRing:
             NotFinite: a parameter is not finite, or another tensor but optimizer state is NaN; the last snapshot is
                 still there.
             ValueError: one snapshot is larger than ``max_bytes``; the ring is unchanged.
+            MemoryError: there is no memory for it; what there was room to leave is still there.
         """
         # first, since masters settle and a scaler decides here
         objects = {name: copy.deepcopy(get()) for name, (get, _) in live.objects.items()}
@@ -106,8 +107,9 @@ class SnapshotRing:
         self._snapshots = kept
         if free is not None and free.places != places:
             free = None  # its memory goes before other is asked for
-        values = HostCopy(tensors, places) if free is None else free
-        suspects = values.fill(tensors, checked=in_copy.intersection(checked))
+        with enough_memory(size):
+            values = HostCopy(tensors, places) if free is None else free
+            suspects = values.fill(tensors, checked=in_copy.intersection(checked))
         _refuse(not_finite(tensors, suspects), step)
         self._snapshots.append(_Snapshot(step, values, objects, layout))
 

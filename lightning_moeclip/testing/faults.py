@@ -170,11 +170,13 @@ class Desync(Fault):
     @override
     def _end_step(self, trainer: Trainer, module: LightningModule) -> None:
         parameter = self._first_dense_or_named(trainer, module)
-        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
-        index = torch.unravel_index(parameter.detach().abs().argmax(), parameter.shape)
+        values = parameter.detach()
+        values = torch.view_as_real(values) if values.is_complex() else values
+        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+        index = torch.unravel_index(values.abs().argmax(), values.shape)
         # bits of a float, read as an integer, count in its ulps; with the version counter, which tells a master
         with torch.no_grad():
-            parameter.detach()[index].view(integers).add_(1)
+            values[index].view(integers).add_(1)
         self._fire()
 
 

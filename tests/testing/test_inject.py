@@ -347,3 +347,24 @@ def test_what_only_a_run_knows_is_refused_on_every_rank(rank: Rank) -> None:
         quiet_trainer(2, callbacks=[inject("desync", 0, 1, parameter="first.wieght")]).fit(Net(), data)
     with pytest.raises(TypeError, match=r"MoEClipStrategy, and the strategy is DDPStrategy\. Write Trainer\(strategy="):
         quiet_trainer(2, strategy="ddp", callbacks=[inject("drop_reduce", 0, 1)]).fit(Net(), data)
+
+
+class Phases(Net):
+    """A complex parameter, which the loss does not reach."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.tensor([0.5 + 2j, -3j], dtype=dtype))
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+
+@on_ranks(1)
+def test_desync_moves_the_largest_part_of_a_complex_parameter_by_an_ulp(rank: Rank) -> None:
+    for dtype, real in ((torch.complex64, torch.float32), (torch.complex128, torch.float64)):
+        net = Phases(dtype)
+        quiet_trainer(1, callbacks=[inject("desync", 1, 0, parameter="phase")]).fit(net, loader(own_data(0, 2)))
+        far = torch.tensor(-3.0, dtype=real)
+        farther = torch.nextafter(far, torch.tensor(-4.0, dtype=real))
+        assert torch.view_as_real(net.phase.detach()).tolist() == [[0.5, 2.0], [0.0, farther.item()]]

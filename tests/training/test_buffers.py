@@ -1,5 +1,6 @@
 """Buffers: the first rank's at start, before validation and before saving, where they are saved at all."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,49 @@ def test_sync_batchnorm_is_in_place_while_fit_runs_and_gone_after_it(rank: Rank)
     assert net.kinds == [nn.SyncBatchNorm]
     assert type(net.norm).__name__ == "_BatchNormXd"  # what Lightning puts back
     assert gather_objects(isinstance(net.norm, nn.SyncBatchNorm)) == [False, False]
+
+
+class SparseBuffers(Counts):
+    """Values of rank r are r + 1 at start and grow like the others'; ``grows`` ranks add an element."""
+
+    def __init__(self, rank: int, *, grows: tuple[int, ...] = ()) -> None:
+        super().__init__(rank)
+        self.grows = grows
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that sparse tensors are young
+            self.register_buffer("coo", (torch.eye(2) * (rank + 1)).to_sparse())
+            self.register_buffer("csr", (torch.eye(2) * (rank + 1)).to_sparse_csr())
+
+    def note(self, when: str) -> None:
+        self.seen.setdefault(when, (self.coo.to_dense()[1, 1].item(), self.csr.to_dense()[1, 1].item()))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.coo._values().add_(self.global_rank)
+        self.csr.values().add_(self.global_rank)
+        if self.global_rank in self.grows:
+            self.coo = torch.ones(2, 2).to_sparse()
+        return loss
+
+
+@on_ranks(2)
+def test_sparse_buffers_are_the_first_ranks_and_other_numbers_of_elements_end_the_run_on_all(rank: Rank) -> None:
+    with pytest.raises(RuntimeError, match=r"A sparse buffer differs between ranks.*'coo \(sparse_coo \[2, 2\], coal"):
+        quiet_trainer(2, num_sanity_val_steps=0).fit(SparseBuffers(rank.index, grows=(1,)), rows(), rows())
+    for grows in ((), (0, 1)):
+        net = SparseBuffers(rank.index, grows=grows)
+        quiet_trainer(2, num_sanity_val_steps=0).fit(net, rows(), rows())
+        assert (net.seen["start"], net.seen["validation"]) == ((1.0, 1.0), (1.0, 1.0))
+
+
+class SparseParameter(Counts):
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.table = nn.Parameter(torch.eye(2).to_sparse())
+
+
+@on_ranks(1)
+def test_sparse_parameter_is_refused_with_what_to_write(rank: Rank) -> None:
+    message = r"table is a parameter of torch\.sparse_coo.*Write register_buffer\(\.\.\.\) where it is not trained"
+    with pytest.raises(ValueError, match=message):
+        quiet_trainer(1).fit(SparseParameter(0), rows())
