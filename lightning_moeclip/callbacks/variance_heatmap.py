@@ -1,4 +1,8 @@
-"""Shows how large the gradients of each layer are over time: a heatmap, curves of the towers, a table of the worst."""
+"""Shows how large the gradients of each layer are over time: a heatmap, curves of the towers, a table of the worst.
+
+In a step that is watched, the loss scale is read on the host before the optimizer steps, under strategies other than
+ours.
+"""
 
 import logging
 import math
@@ -13,7 +17,7 @@ from lightning_moeclip.callbacks.expert_counts import ExpertCounts
 from lightning_moeclip.callbacks.expert_load_monitor import ExpertLoadMonitor
 from lightning_moeclip.callbacks.local_statistics import LocalStatistics
 from lightning_moeclip.callbacks.pictures import write_picture, write_table
-from lightning_moeclip.callbacks.world import World
+from lightning_moeclip.callbacks.world import World, warn
 from lightning_moeclip.gradients.report import GradSums, LayerKey
 from lightning_moeclip.monitor.heatmap import Heatmap, check_matplotlib
 from lightning_moeclip.monitor.variance_history import NO_TOWER, Sample, VarianceHistory, label_of
@@ -45,8 +49,9 @@ class VarianceHeatmap(Callback):
     however many optimizers each of them stepped. The intervals below count every optimizer's steps, as
     ``trainer.global_step`` does.
 
-    The picture is drawn on rank 0 when training ends or fails, too; what goes wrong with it then is logged, and the
-    error of the run stays. Its scale is that of the first picture, also after resuming from a checkpoint.
+    The picture is drawn on rank 0 when training ends or fails, too. A picture or table that cannot be drawn or written
+    is told of once, and training goes on; after a failure of the run it is logged, and the error of the run stays. The
+    scale is that of the run's first picture, also after resuming from a checkpoint or a second ``fit`` of one Trainer.
 
     Args:
         every_n_steps: optimizer steps between samples; None: the Trainer's ``log_every_n_steps``.
@@ -78,6 +83,7 @@ class VarianceHeatmap(Callback):
         self._last_watched: int | None = None
         self._sampled_step = self._figures_from = 0
         self._drawn_step: int | None = None
+        self._has_warned = False
         self._parts: dict[int, list[tuple[Sequence[LayerKey], GradSums]]] = {}
 
     @override
@@ -95,11 +101,15 @@ class VarianceHeatmap(Callback):
         self._area = "grad_var" if is_reduced else "grad_var_local"
         self.picture.note = "" if is_reduced else "local to rank 0"
         self._watched_step = self._last_watched = None
+        if trainer.global_step == 0:
+            # another run than before; a checkpoint is loaded later
+            self.history.clear()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._sampled_step = self._figures_from = trainer.global_step
         self._drawn_step = None
+        self._has_warned = False
         self._counts.restart(pl_module)
 
     @override
@@ -146,11 +156,11 @@ class VarianceHeatmap(Callback):
         every = self.figure_every_n_steps
         if self._sampled_step // every > self._figures_from // every:
             self._figures_from = self._sampled_step
-            self._draw(trainer)
+            self._try_to_draw(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._draw(trainer)
+        self._try_to_draw(trainer)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -198,6 +208,21 @@ class VarianceHeatmap(Callback):
                 name = f"{self.prefix}{self._area}/{NO_TOWER if tower is None else tower}"
                 scalars[name] = _log10(cell)
         return scalars
+
+    def _try_to_draw(self, trainer: Trainer) -> None:
+        """Draw, and tell of what goes wrong: who only looks on does not end a run."""
+        try:
+            self._draw(trainer)
+        except Exception as error:
+            if not self._has_warned:
+                self._has_warned = True
+                warn(
+                    trainer,
+                    f"VarianceHeatmap could not show the samples up to step {self._drawn_step}: "
+                    f"{type(error).__name__}: {error}. Training goes on, and of later pictures that fail nothing is "
+                    "told. Write Trainer(default_root_dir=...) with a folder that can be written to, or leave out the "
+                    "logger that fails.",
+                )
 
     def _draw(self, trainer: Trainer) -> None:
         """Draw and write what there is, unless it was drawn before; on rank 0."""

@@ -242,6 +242,22 @@ def test_a_resumed_run_goes_on_with_samples_and_scale(tmp_path: Path) -> None:
     assert resumed.history.freeze_range() == first.history.freeze_range()
 
 
+def test_another_run_has_a_scale_of_its_own_and_a_second_fit_of_one_trainer_goes_on(tmp_path: Path) -> None:
+    callback = VarianceHeatmap(every_n_steps=1)
+    trainer = fit(tmp_path, callback, num_batches=2)
+    first = callback.history.freeze_range()
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(TwoTowers(), loader(batches(2)))
+    assert [sample.step for sample in callback.history.samples] == [0, 1, 2, 3]
+    assert callback.history.freeze_range() == first
+    module = TwoTowers()
+    module.loss.register_forward_hook(lambda loss, inputs, value: 1e6 * value)
+    fit(tmp_path, callback, num_batches=2, module=module)
+    assert [sample.step for sample in callback.history.samples] == [0, 1]
+    # gradients are 1e6 times, variances 1e12 times those of before
+    assert callback.history.freeze_range() == pytest.approx([1e12 * bound for bound in first])
+
+
 class NotesOpenFiles(Callback):
     """The names of the files that this process holds open behind each step, without sockets and pipes."""
 
