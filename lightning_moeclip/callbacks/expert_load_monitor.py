@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_moeclip.binding import Callback, LightningModule, Trainer
 from lightning_moeclip.callbacks.world import World, check_given_once
+from lightning_moeclip.monitor.bounds import check_steps
 from lightning_moeclip.monitor.expert_load import (
     ALL_TOWERS,
     CountingLayer,
@@ -64,15 +65,13 @@ class ExpertLoadMonitor(Callback):
         last: what was published last; None before.
 
     Raises:
-        ValueError: ``every_n_steps`` is below 1, the callback is given twice, or a tower is called "all".
+        ValueError: ``every_n_steps`` is no integer from 1, the callback is given twice, or a tower is called "all".
     """
 
     def __init__(self, *, every_n_steps: int | None = None) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(
-                f"ExpertLoadMonitor(every_n_steps={every_n_steps}) must be at least 1. "
-                "Use 1 for every step, or None for the Trainer's log_every_n_steps."
-            )
+        if every_n_steps is not None:
+            advice = "Use 1 for every step, or None for the Trainer's log_every_n_steps."
+            check_steps("every_n_steps", every_n_steps, advice=advice, owner="ExpertLoadMonitor")
         self.every_n_steps = every_n_steps
         self.last: PublishedLoad | None = None
         self._layers: dict[str, CountingLayer] = {}

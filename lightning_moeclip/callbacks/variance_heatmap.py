@@ -19,6 +19,7 @@ from lightning_moeclip.callbacks.local_statistics import LocalStatistics
 from lightning_moeclip.callbacks.pictures import write_picture, write_table
 from lightning_moeclip.callbacks.world import World, warn
 from lightning_moeclip.gradients.report import GradSums, LayerKey
+from lightning_moeclip.monitor.bounds import check_steps
 from lightning_moeclip.monitor.heatmap import Heatmap, check_matplotlib
 from lightning_moeclip.monitor.variance_history import NO_TOWER, Sample, VarianceHistory, label_of
 from lightning_moeclip.scalars import log_scalars
@@ -63,14 +64,21 @@ class VarianceHeatmap(Callback):
         picture: draws them; ``picture.render()`` at any time.
 
     Raises:
-        ValueError: a number of steps is below 1, or another one has the same prefix.
+        ValueError: a number of steps is no integer from 1, or another one has the same prefix.
         ImportError: matplotlib is missing.
     """
 
     def __init__(self, *, every_n_steps: int | None = None, figure_every_n_steps: int = 500, prefix: str = "") -> None:
-        _check_steps("figure_every_n_steps", figure_every_n_steps, "500")
+        owner = "VarianceHeatmap"
+        advice = "Use figure_every_n_steps=500."
+        check_steps("figure_every_n_steps", figure_every_n_steps, advice=advice, owner=owner)
         if every_n_steps is not None:
-            _check_steps("every_n_steps", every_n_steps, "50, or None for the Trainer's log_every_n_steps")
+            advice = "Use every_n_steps=50, or None for the Trainer's log_every_n_steps."
+            check_steps("every_n_steps", every_n_steps, advice=advice, owner=owner)
+        if not isinstance(prefix, str):
+            raise ValueError(
+                f"VarianceHeatmap(prefix={prefix!r}) must be a string. Use prefix='fine/', or leave it out."
+            )
         self.every_n_steps = every_n_steps
         self.figure_every_n_steps = figure_every_n_steps
         self.prefix = prefix
@@ -253,8 +261,3 @@ def _log10(cell: float) -> float:
     if cell == 0.0:
         return -math.inf
     return math.nan if cell == math.inf else math.log10(cell)
-
-
-def _check_steps(name: str, value: int, advice: str) -> None:
-    if value < 1:
-        raise ValueError(f"VarianceHeatmap({name}={value}) must be at least 1. Use {name}={advice}.")

@@ -285,11 +285,16 @@ def test_many_pictures_of_two_towers_are_one_run_and_open_no_more_files(tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"every_n_steps": 0}, r"every_n_steps=0\) must be at least 1. Use every_n_steps=50, or None"),
-        ({"figure_every_n_steps": -5}, r"figure_every_n_steps=-5\) must be at least 1. Use figure_every_n_steps=500"),
+        ({"every_n_steps": 0}, r"every_n_steps=0\) must be an integer from 1. Use every_n_steps=50, or None"),
+        ({"every_n_steps": "5"}, r"VarianceHeatmap\(every_n_steps='5'\) must be an integer from 1"),
+        ({"every_n_steps": 2.5}, r"every_n_steps=2.5\) must be an integer from 1"),
+        ({"figure_every_n_steps": -5}, r"figure_every_n_steps=-5\) must be an integer from 1. Use figure_every.*=500"),
+        ({"figure_every_n_steps": None}, r"figure_every_n_steps=None\) must be an integer from 1"),
+        ({"figure_every_n_steps": True}, r"figure_every_n_steps=True\) must be an integer from 1"),
+        ({"prefix": None}, r"VarianceHeatmap\(prefix=None\) must be a string. Use prefix='fine/', or leave it out"),
     ],
 )
-def test_intervals_below_one_are_refused(arguments: dict[str, int], message: str) -> None:
+def test_intervals_that_are_no_integers_from_one_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VarianceHeatmap(**arguments)
 
