@@ -54,8 +54,12 @@ def inject(
         raise ValueError(f"inject({fault!r}, ...): no such fault. Use one of {', '.join(map(repr, FAULTS))}.")
     if not all(type(number) is int and number >= 0 for number in (step, rank)):
         raise ValueError(f"inject({fault!r}, step={step!r}, rank={rank!r}): both count from 0. Write integers from 0.")
-    if not seconds > 0:
-        raise ValueError(f"inject({fault!r}, seconds={seconds}) must be positive. The default is 1.0.")
+    if not (isinstance(seconds, int | float) and seconds > 0):
+        raise ValueError(f"inject({fault!r}, seconds={seconds!r}) must be positive. The default is 1.0.")
+    if not isinstance(factor, int | float):
+        raise ValueError(f"inject({fault!r}, factor={factor!r}) must be a number. The default is 1e6.")
+    if not isinstance(parameter, str | None):
+        raise ValueError(f"inject({fault!r}, parameter={parameter!r}) must be the name of a parameter, or None.")
     kind = FAULTS[fault]
     _check_arguments_of(fault, parameter=parameter, factor=factor, seconds=seconds)
     if kind is ScaleGrad:

@@ -144,6 +144,26 @@ def test_steps_and_ranks_that_are_no_integers_are_refused(number: Any) -> None:
         inject("nan_grad", 0, number)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fault": "stall", "seconds": None}, r"inject\('stall', seconds=None\) must be positive"),
+        ({"fault": "stall", "seconds": "1"}, r"inject\('stall', seconds='1'\) must be positive"),
+        (
+            {"fault": "scale_grad", "factor": "2"},
+            r"inject\('scale_grad', factor='2'\) must be a number.*default is 1e6",
+        ),
+        (
+            {"fault": "desync", "parameter": 3},
+            r"inject\('desync', parameter=3\) must be the name of a parameter, or None",
+        ),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        inject(step=0, rank=0, **arguments)
+
+
 def test_bits_of_a_complex_parameter_move_by_one_unit() -> None:
     class Filter(LightningModule):
         def __init__(self) -> None:
