@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["log_scalars"]
+__all__ = ["last_step", "log_scalars"]
 
 
 def log_scalars(trainer: Any, scalars: Mapping[str, float | Tensor], *, step: int | None = None) -> None:
@@ -27,3 +27,11 @@ def log_scalars(trainer: Any, scalars: Mapping[str, float | Tensor], *, step: in
     numbers = {name: float(value) for name, value in scalars.items()}
     for logger in trainer.loggers:
         logger.log_metrics(numbers, step=step)
+
+
+def last_step(trainer: Any) -> int:
+    """Step of what the module logged in the last batch that stepped, when training has ended.
+
+    By then the Trainer has counted that batch.
+    """
+    return max(0, trainer.fit_loop.epoch_loop._batches_that_stepped - 1)

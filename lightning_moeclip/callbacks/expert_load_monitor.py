@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_moeclip.binding import Callback, LightningModule, Trainer
 from lightning_moeclip.callbacks.world import World, check_given_once
+from lightning_moeclip.monitor.bounds import check_steps
 from lightning_moeclip.monitor.expert_load import (
     ALL_TOWERS,
     CountingLayer,
@@ -21,7 +22,7 @@ from lightning_moeclip.monitor.expert_load import (
     TowerLoad,
     counting_layers,
 )
-from lightning_moeclip.scalars import log_scalars
+from lightning_moeclip.scalars import last_step, log_scalars
 
 __all__ = ["ExpertLoadMonitor", "PublishedLoad"]
 
@@ -64,15 +65,13 @@ class ExpertLoadMonitor(Callback):
         last: what was published last; None before.
 
     Raises:
-        ValueError: ``every_n_steps`` is below 1, the callback is given twice, or a tower is called "all".
+        ValueError: ``every_n_steps`` is no integer from 1, the callback is given twice, or a tower is called "all".
     """
 
     def __init__(self, *, every_n_steps: int | None = None) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(
-                f"ExpertLoadMonitor(every_n_steps={every_n_steps}) must be at least 1. "
-                "Use 1 for every step, or None for the Trainer's log_every_n_steps."
-            )
+        if every_n_steps is not None:
+            advice = "Use 1 for every step, or None for the Trainer's log_every_n_steps."
+            check_steps("every_n_steps", every_n_steps, advice=advice, owner="ExpertLoadMonitor")
         self.every_n_steps = every_n_steps
         self.last: PublishedLoad | None = None
         self._layers: dict[str, CountingLayer] = {}
@@ -104,13 +103,12 @@ class ExpertLoadMonitor(Callback):
         every = self._every(trainer)
         # crossed rather than met: with several optimizers a batch takes several steps
         if every and trainer.global_step // every > self._published_step // every:
-            self._publish(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)
+            self._publish(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._every(trainer) and trainer.global_step > self._published_step:
-            # by then the Trainer has counted the last batch, whose step this is
-            self._publish(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
+            self._publish(trainer, step=last_step(trainer))
 
     def _every(self, trainer: Trainer) -> int:
         """Optimizer steps between publications; 0: there are none."""
@@ -118,7 +116,7 @@ class ExpertLoadMonitor(Callback):
             return 0
         return trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps
 
-    def _publish(self, trainer: Trainer, step: int) -> None:
+    def _publish(self, trainer: Trainer, *, step: int | None = None) -> None:
         """Sum over ranks and log; all ranks come here at the same step, whatever they have counted."""
         self._published_step = trainer.global_step
         new = self._take()

@@ -1,10 +1,10 @@
 """Pictures and tables to whatever loggers a Trainer has. Nothing here is a collective: rank 0 alone comes here."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fsspec.core import url_to_fs
 from numpy.typing import NDArray
 
 from lightning_moeclip.binding import Trainer
@@ -34,9 +34,11 @@ def write_picture(trainer: Trainer, tag: str, picture: NDArray[np.uint8], *, ste
     if not is_taken:
         from matplotlib.image import imsave
 
-        path = _folder_of(trainer) / folder
-        path.mkdir(parents=True, exist_ok=True)
-        imsave(path / f"step_{step:06d}.png", picture)
+        # Lightning takes a root on another machine, too, such as s3://runs
+        files, path = url_to_fs(f"{_root_of(trainer)}/{folder}")
+        files.makedirs(path, exist_ok=True)
+        with files.open(f"{path}/step_{step:06d}.png", "wb") as file:
+            imsave(file, picture, format="png")
 
 
 def write_table(trainer: Trainer, tag: str, rows: Sequence[Sequence[str]], *, step: int) -> None:
@@ -67,10 +69,10 @@ def _takes(receiver: Any, method: str) -> bool:
     return callable(getattr(receiver, method, None))
 
 
-def _folder_of(trainer: Trainer) -> Path:
-    """Folder for files; ``trainer.log_dir`` would broadcast."""
+def _root_of(trainer: Trainer) -> str:
+    """Folder or address for files; ``trainer.log_dir`` would broadcast."""
     for logger in trainer.loggers:
         found = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None)
         if found:
-            return Path(found)
-    return Path(trainer.default_root_dir)
+            return str(found)
+    return str(trainer.default_root_dir)

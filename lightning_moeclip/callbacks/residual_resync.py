@@ -1,4 +1,8 @@
-"""``ResidualResync``: replicas that no longer hold the same bits are found, told of and made equal again."""
+"""``ResidualResync``: replicas that no longer hold the same bits are found, told of and made equal again.
+
+In a step that is looked at, the outcome of the comparison is read on the host before the optimizer steps: it may hold
+the step.
+"""
 
 import math
 from typing import Any
@@ -9,7 +13,7 @@ from lightning_moeclip.binding import Callback, LightningModule, Trainer
 from lightning_moeclip.callbacks.world import World, check_given_once, warn, world_of
 from lightning_moeclip.gradients.comparison import Category, Comparison
 from lightning_moeclip.monitor.consistency import ConsistencyMonitor, ConsistencySettings
-from lightning_moeclip.scalars import log_scalars
+from lightning_moeclip.scalars import last_step, log_scalars
 
 __all__ = ["ResidualResync"]
 
@@ -114,7 +118,7 @@ class ResidualResync(Callback):
         if self._monitor is not None:
             # what is saved from now on is the same on all ranks
             self._look(trainer, _BETWEEN_STEPS)
-            self._log(trainer)
+            self._log(trainer, step=last_step(trainer))
 
     def _look(self, trainer: Trainer, what: tuple[Category, ...]) -> None:
         world: World = world_of(trainer, self)
@@ -143,7 +147,7 @@ class ResidualResync(Callback):
                 "MoEClipStrategy(gradient_dtype=None) to sum gradients in their own dtype, or a larger threshold=...",
             )
 
-    def _log(self, trainer: Trainer) -> None:
+    def _log(self, trainer: Trainer, *, step: int | None = None) -> None:
         monitor = self._monitor
         assert monitor is not None, "nothing is counted on one process"
         metrics = {
@@ -152,7 +156,7 @@ class ResidualResync(Callback):
         }
         if not math.isnan(monitor.relative):
             metrics["grad_residual/relative"] = monitor.relative
-        log_scalars(trainer, metrics)
+        log_scalars(trainer, metrics, step=step)
 
 
 def _of_unwatched(names: tuple[str, ...]) -> str:

@@ -61,8 +61,9 @@ class CotangentSums:
 
         Raises:
             ValueError: they do not have the same shapes.
+            TypeError: one is no tensor.
         """
-        firsts, seconds = ([x] if isinstance(x, Tensor) else list(x) for x in (first, second))
+        firsts, seconds = _tensors("first", first), _tensors("second", second)
         shapes = [[list(x.shape) for x in tensors] for tensors in (firsts, seconds)]
         if shapes[0] != shapes[1]:
             raise ValueError(
@@ -80,6 +81,22 @@ class CotangentSums:
         parts = [sums for sums in (self._sums, self._new) if sums is not None]
         self._sums = self._new = None
         return torch.stack(parts).sum(0) if parts else None
+
+
+def _tensors(name: str, given: object) -> list[Tensor]:
+    """One tensor or several, as a list."""
+    is_several = isinstance(given, Iterable) and not isinstance(given, Tensor)
+    members: Iterable[object] = given if is_several else [given]  # type: ignore[assignment]
+    tensors = []
+    for index, tensor in enumerate(members):
+        if not isinstance(tensor, Tensor):
+            which = f"{name}[{index}]" if is_several else name
+            raise TypeError(
+                f"hand_in(first, second) takes tensors, and {which} is {tensor!r}. A half of the loss that does not "
+                "use a feature sends it zeros: write torch.autograd.grad(half, features, materialize_grads=True)."
+            )
+        tensors.append(tensor)
+    return tensors
 
 
 def losses_of(module: nn.Module) -> list[DirectionalLoss]:

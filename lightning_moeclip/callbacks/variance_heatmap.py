@@ -1,4 +1,8 @@
-"""Shows how large the gradients of each layer are over time: a heatmap, curves of the towers, a table of the worst."""
+"""Shows how large the gradients of each layer are over time: a heatmap, curves of the towers, a table of the worst.
+
+In a step that is watched, the loss scale is read on the host before the optimizer steps, under strategies other than
+ours.
+"""
 
 import logging
 import math
@@ -13,8 +17,9 @@ from lightning_moeclip.callbacks.expert_counts import ExpertCounts
 from lightning_moeclip.callbacks.expert_load_monitor import ExpertLoadMonitor
 from lightning_moeclip.callbacks.local_statistics import LocalStatistics
 from lightning_moeclip.callbacks.pictures import write_picture, write_table
-from lightning_moeclip.callbacks.world import World
+from lightning_moeclip.callbacks.world import World, warn
 from lightning_moeclip.gradients.report import GradSums, LayerKey
+from lightning_moeclip.monitor.bounds import check_steps
 from lightning_moeclip.monitor.heatmap import Heatmap, check_matplotlib
 from lightning_moeclip.monitor.variance_history import NO_TOWER, Sample, VarianceHistory, label_of
 from lightning_moeclip.scalars import log_scalars
@@ -45,8 +50,9 @@ class VarianceHeatmap(Callback):
     however many optimizers each of them stepped. The intervals below count every optimizer's steps, as
     ``trainer.global_step`` does.
 
-    The picture is drawn on rank 0 when training ends or fails, too; what goes wrong with it then is logged, and the
-    error of the run stays. Its scale is that of the first picture, also after resuming from a checkpoint.
+    The picture is drawn on rank 0 when training ends or fails, too. A picture or table that cannot be drawn or written
+    is told of once, and training goes on; after a failure of the run it is logged, and the error of the run stays. The
+    scale is that of the run's first picture, also after resuming from a checkpoint or a second ``fit`` of one Trainer.
 
     Args:
         every_n_steps: optimizer steps between samples; None: the Trainer's ``log_every_n_steps``.
@@ -58,14 +64,21 @@ class VarianceHeatmap(Callback):
         picture: draws them; ``picture.render()`` at any time.
 
     Raises:
-        ValueError: a number of steps is below 1, or another one has the same prefix.
+        ValueError: a number of steps is no integer from 1, or another one has the same prefix.
         ImportError: matplotlib is missing.
     """
 
     def __init__(self, *, every_n_steps: int | None = None, figure_every_n_steps: int = 500, prefix: str = "") -> None:
-        _check_steps("figure_every_n_steps", figure_every_n_steps, "500")
+        owner = "VarianceHeatmap"
+        advice = "Use figure_every_n_steps=500."
+        check_steps("figure_every_n_steps", figure_every_n_steps, advice=advice, owner=owner)
         if every_n_steps is not None:
-            _check_steps("every_n_steps", every_n_steps, "50, or None for the Trainer's log_every_n_steps")
+            advice = "Use every_n_steps=50, or None for the Trainer's log_every_n_steps."
+            check_steps("every_n_steps", every_n_steps, advice=advice, owner=owner)
+        if not isinstance(prefix, str):
+            raise ValueError(
+                f"VarianceHeatmap(prefix={prefix!r}) must be a string. Use prefix='fine/', or leave it out."
+            )
         self.every_n_steps = every_n_steps
         self.figure_every_n_steps = figure_every_n_steps
         self.prefix = prefix
@@ -78,6 +91,7 @@ class VarianceHeatmap(Callback):
         self._last_watched: int | None = None
         self._sampled_step = self._figures_from = 0
         self._drawn_step: int | None = None
+        self._has_warned = False
         self._parts: dict[int, list[tuple[Sequence[LayerKey], GradSums]]] = {}
 
     @override
@@ -95,11 +109,15 @@ class VarianceHeatmap(Callback):
         self._area = "grad_var" if is_reduced else "grad_var_local"
         self.picture.note = "" if is_reduced else "local to rank 0"
         self._watched_step = self._last_watched = None
+        if trainer.global_step == 0:
+            # another run than before; a checkpoint is loaded later
+            self.history.clear()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._sampled_step = self._figures_from = trainer.global_step
         self._drawn_step = None
+        self._has_warned = False
         self._counts.restart(pl_module)
 
     @override
@@ -146,11 +164,11 @@ class VarianceHeatmap(Callback):
         every = self.figure_every_n_steps
         if self._sampled_step // every > self._figures_from // every:
             self._figures_from = self._sampled_step
-            self._draw(trainer)
+            self._try_to_draw(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._draw(trainer)
+        self._try_to_draw(trainer)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -199,6 +217,21 @@ class VarianceHeatmap(Callback):
                 scalars[name] = _log10(cell)
         return scalars
 
+    def _try_to_draw(self, trainer: Trainer) -> None:
+        """Draw, and tell of what goes wrong: who only looks on does not end a run."""
+        try:
+            self._draw(trainer)
+        except Exception as error:
+            if not self._has_warned:
+                self._has_warned = True
+                warn(
+                    trainer,
+                    f"VarianceHeatmap could not show the samples up to step {self._drawn_step}: "
+                    f"{type(error).__name__}: {error}. Training goes on, and of later pictures that fail nothing is "
+                    "told. Write Trainer(default_root_dir=...) with a folder that can be written to, or leave out the "
+                    "logger that fails.",
+                )
+
     def _draw(self, trainer: Trainer) -> None:
         """Draw and write what there is, unless it was drawn before; on rank 0."""
         if not self.history.samples or self._drawn_step == (step := self.history.samples[-1].step):
@@ -228,8 +261,3 @@ def _log10(cell: float) -> float:
     if cell == 0.0:
         return -math.inf
     return math.nan if cell == math.inf else math.log10(cell)
-
-
-def _check_steps(name: str, value: int, advice: str) -> None:
-    if value < 1:
-        raise ValueError(f"VarianceHeatmap({name}={value}) must be at least 1. Use {name}={advice}.")

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lightning_moeclip.gradients.collectives import sum_over
 from lightning_moeclip.gradients.master_parameter import model_parameter
 from lightning_moeclip.gradients.report import GradStatistics, GradSums, LayerKey
-from lightning_moeclip.gradients.squares import sum_of_squares
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import SyncPlan
 from lightning_moeclip.parallel.roles import ParamRole, Towers, read_roles
@@ -23,6 +22,8 @@ __all__ = ["LayerStatistics", "keys_of", "layer_keys", "sums_of"]
 # columns of a table of sums, in the order of GradSums without the maximum
 _NUM_SUMS = 6
 _SQUARE, _TOTAL, _ABSOLUTE = 2, 1, 3
+# elements that are in float64 at once: few enough for the cache of a core, enough to keep an accelerator busy
+_HOST_BLOCK, _DEVICE_BLOCK = 2**16, 2**22
 _CONTAINERS = {"block", "blocks", "layer", "layers", "resblocks"}
 
 
@@ -87,23 +88,28 @@ def sums_of(gradients: Iterable[tuple[LayerKey, Tensor]]) -> tuple[tuple[LayerKe
 
 
 def _sums(gradient: Tensor) -> Tensor:
-    """[7] float64: size, sum, squares, absolutes, non-finite, zeros, and last the maximum of the absolutes."""
+    """[7] float64: size, sum, squares, absolutes, non-finite, zeros, and last the maximum of the absolutes.
+
+    Added up in float64, since variance and noise are differences of such sums.
+    """
     flat = gradient.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
-    wide = flat if flat.dtype is torch.float64 else flat.float()
-    finite = wide.isfinite()
-    clean = wide.where(finite, 0.0)
+    block = _HOST_BLOCK * torch.get_num_threads() if flat.device.type == "cpu" else _DEVICE_BLOCK
+    rows = torch.stack([_sums_of_block(part) for part in flat.split(block)])
+    return torch.cat([rows[:, :_NUM_SUMS].sum(0), rows[:, _NUM_SUMS].amax(0, keepdim=True)])
+
+
+def _sums_of_block(block: Tensor) -> Tensor:
+    """The same, of as many elements as may be there in float64 at once."""
+    wide = block.double()
+    clean = wide.nan_to_num(0.0, 0.0, 0.0)
     absolute = clean.abs()
-    size = torch.tensor(float(flat.numel()), dtype=torch.float64, device=flat.device)
-    maximum = (absolute.max() if flat.numel() else absolute.sum()).double()
-    # a power of two: the square of a float32 above 1.8e19 is infinite
-    unit = torch.exp2(torch.frexp(maximum).exponent.double())
-    square = sum_of_squares([clean / unit.to(clean.dtype)], device=flat.device) * unit.square()
-    counts = [flat.numel() - finite.sum(), flat.numel() - flat.count_nonzero()]
-    return torch.stack(
-        [size, clean.sum().double(), square, absolute.sum().double(), *map(Tensor.double, counts), maximum]
-    )
+    size = torch.tensor(float(block.numel()), dtype=torch.float64, device=block.device)
+    maximum = absolute.max() if block.numel() else absolute.sum()
+    num_finite, num_nonzero = (wide == clean).count_nonzero(), block.count_nonzero()
+    sums = [clean.sum(), clean.square().sum(), absolute.sum()]
+    return torch.stack([size, *sums, size - num_finite, size - num_nonzero, maximum])
 
 
 def _added(first: Tensor, second: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from lightning_moeclip.gradients.comparison import Comparison, Difference
 from lightning_moeclip.gradients.report import ReductionResidual
+from lightning_moeclip.monitor.bounds import check_steps, is_finite_number
 
 __all__ = ["ConsistencyMonitor", "ConsistencySettings", "Level", "describe"]
 
@@ -36,15 +37,14 @@ class ConsistencySettings:
     every_n_steps: int = 50
 
     def __post_init__(self) -> None:
-        if not (self.threshold > 0 and math.isfinite(self.threshold)):
-            raise ValueError(f"threshold={self.threshold} must be a positive number. The default is 1e-3.")
-        if not (self.critical_factor >= 1 and math.isfinite(self.critical_factor)):
+        if not (is_finite_number(self.threshold) and self.threshold > 0):
+            raise ValueError(f"threshold={self.threshold!r} must be a positive number. The default is 1e-3.")
+        if not (is_finite_number(self.critical_factor) and self.critical_factor >= 1):
             raise ValueError(
-                f"critical_factor={self.critical_factor} must be a number from 1: it is told of a residual above "
+                f"critical_factor={self.critical_factor!r} must be a number from 1: it is told of a residual above "
                 "threshold, and acted from critical_factor * threshold. The default is 3.0."
             )
-        if type(self.every_n_steps) is not int or self.every_n_steps < 1:
-            raise ValueError(f"every_n_steps={self.every_n_steps!r} must be an integer from 1. The default is 50.")
+        check_steps("every_n_steps", self.every_n_steps, advice="The default is 50.")
 
 
 class ConsistencyMonitor:

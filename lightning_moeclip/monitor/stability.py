@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lightning_moeclip.monitor.bounds import is_finite_number
 from lightning_moeclip.monitor.levels import FlaggedRow
 from lightning_moeclip.monitor.tracks import CosineTrack, LossTrack, Track, variance
 
@@ -104,15 +105,18 @@ class StabilitySettings:
                 f"patience={self.patience} must lie between 1 and window={self.window} steps. "
                 f"Use patience={min(3, self.window)}."
             )
-        if not -1.0 <= self.low < self.good <= 1.0:
+        are_numbers = is_finite_number(self.low) and is_finite_number(self.good)
+        if not (are_numbers and -1.0 <= self.low < self.good <= 1.0):
             raise ValueError(
-                f"low={self.low} and good={self.good} must be cosines with low < good, both in [-1, 1]. "
+                f"low={self.low!r} and good={self.good!r} must be cosines with low < good, both in [-1, 1]. "
                 "Use low=0.55, good=0.75."
             )
-        if not 0.0 < self.variance < math.inf:
+        if not (is_finite_number(self.variance) and self.variance > 0.0):
             raise ValueError(
-                f"variance={self.variance} must be above 0: cosines of a healthy run vary too. Use variance=0.02."
+                f"variance={self.variance!r} must be above 0: cosines of a healthy run vary too. Use variance=0.02."
             )
+        if type(self.act_on_cosine) is not bool:
+            raise ValueError(f"act_on_cosine={self.act_on_cosine!r} must be True or False. The default is False.")
 
 
 @dataclass

@@ -126,6 +126,12 @@ class VarianceHistory:
         self.single: set[LayerKey] = set()
         self._range: tuple[float, float] | None = None
 
+    def clear(self) -> None:
+        """Forget the samples and the range, as another run begins."""
+        self.samples = []
+        self.single = set()
+        self._range = None
+
     def add(self, step: int, parts: Iterable[tuple[Sequence[LayerKey], GradSums]]) -> Sample:
         """Take the statistics of a step; those of the same step and of later ones, from before a return, go.
 

@@ -57,9 +57,11 @@ class NanGrad(_LocalGradients):
     def _change(self, gradient: Tensor) -> Tensor:
         if self.fired is not None:
             return gradient
-        self._fire()
         changed = gradient.clone()
-        changed[(0,) * changed.ndim] = float("nan")
+        values = changed._values() if changed.is_sparse else changed
+        if values.numel():
+            values[(0,) * values.ndim] = float("nan")
+            self._fire()
         return changed
 
 
@@ -161,7 +163,7 @@ class DropReduce(_LocalGradients):
 
     @override
     def _why_not(self) -> str:
-        return f"rank {self.rank} reduced nothing in step {self.step}, or shares it with no other rank."
+        return f"rank {self.rank} reduced nothing in step {self._batch_step}, or shares it with no other rank."
 
 
 class Desync(Fault):
@@ -170,8 +172,7 @@ class Desync(Fault):
     @override
     def _end_step(self, trainer: Trainer, module: LightningModule) -> None:
         parameter = self._first_dense_or_named(trainer, module)
-        values = parameter.detach()
-        values = torch.view_as_real(values) if values.is_complex() else values
+        values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
         integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
         index = torch.unravel_index(values.abs().argmax(), values.shape)
         # bits of a float, read as an integer, count in its ulps; with the version counter, which tells a master
@@ -201,7 +202,7 @@ class Raise(Fault):
     @override
     def _arm(self, trainer: Trainer, module: LightningModule) -> None:
         self._fire()
-        raise InjectedFault(f"{self}: step {self.step} on rank {self.rank}")
+        raise InjectedFault(f"{self}: step {self._batch_step} on rank {self.rank}")
 
 
 FAULTS: dict[str, type[Fault]] = {

@@ -17,7 +17,8 @@ def inject(
 ) -> Fault:
     """A callback that plants one fault at a step on a rank, once in a fit; give it to the Trainer on every rank.
 
-    ``"nan_grad"``: the first element of a parameter's gradient is NaN on that rank, before it is reduced.
+    ``"nan_grad"``: the first element of a parameter's gradient is NaN on that rank, before it is reduced; of a sparse
+    one the first that is stored.
     ``"scale_grad"``: that rank's gradients of the step are multiplied by ``factor``, before they are reduced.
     ``"sign_flip"``: the reduced gradients change their sign on that rank alone, after the first backward of the step
     that reduces, and before ``on_after_backward`` of callbacks that come later in the list.
@@ -29,18 +30,20 @@ def inject(
 
     All but ``"drop_reduce"`` work under any strategy that trains the module's own parameters, and all of them with
     accumulation (a step has several batches), manual optimization, spread experts and masters. Where there was nothing
-    to act on, a gradient that did not come, say, the rank raises ``RuntimeError`` after the step.
+    to act on, a gradient that did not come, say, the rank raises ``RuntimeError`` after the step, and so it does when
+    training ends before. A fit that begins behind the step, as a resumed run does, warns on that rank and goes on.
 
     Args:
         fault: one of the above.
-        step: ``trainer.global_step`` when the batch begins; with two optimizers it counts the steps of both.
+        step: ``trainer.global_step`` when the batch begins; with two optimizers it counts the steps of both, and the
+            fault happens in the first batch that begins at ``step`` or behind it.
         rank: global rank on which it happens.
         parameter: name in the module. None takes all parameters; for "nan_grad" and "desync" the first dense one.
         factor: of "scale_grad".
         seconds: of "stall".
 
     Returns:
-        The callback, whose ``fired`` is the step in which the fault happened, on its rank.
+        The callback, whose ``fired`` is the step at which the batch began in which the fault happened, on its rank.
 
     Raises:
         ValueError: no such fault, a value out of range or of another fault; from ``fit`` on every rank: no such rank
@@ -49,10 +52,14 @@ def inject(
     """
     if fault not in FAULTS:
         raise ValueError(f"inject({fault!r}, ...): no such fault. Use one of {', '.join(map(repr, FAULTS))}.")
-    if step < 0 or rank < 0:
-        raise ValueError(f"inject({fault!r}, step={step}, rank={rank}): both count from 0. Write 0 or more.")
-    if not seconds > 0:
-        raise ValueError(f"inject({fault!r}, seconds={seconds}) must be positive. The default is 1.0.")
+    if not all(type(number) is int and number >= 0 for number in (step, rank)):
+        raise ValueError(f"inject({fault!r}, step={step!r}, rank={rank!r}): both count from 0. Write integers from 0.")
+    if not (isinstance(seconds, int | float) and seconds > 0):
+        raise ValueError(f"inject({fault!r}, seconds={seconds!r}) must be positive. The default is 1.0.")
+    if not isinstance(factor, int | float):
+        raise ValueError(f"inject({fault!r}, factor={factor!r}) must be a number. The default is 1e6.")
+    if not isinstance(parameter, str | None):
+        raise ValueError(f"inject({fault!r}, parameter={parameter!r}) must be the name of a parameter, or None.")
     kind = FAULTS[fault]
     _check_arguments_of(fault, parameter=parameter, factor=factor, seconds=seconds)
     if kind is ScaleGrad:

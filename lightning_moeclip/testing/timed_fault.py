@@ -1,6 +1,7 @@
 """What every fault of ``inject`` shares: it waits for its step on its rank, acts there and leaves nothing behind."""
 
 import difflib
+import warnings
 from typing import Any
 
 from torch import nn
@@ -16,7 +17,7 @@ class Fault(Callback):
     """A fault that waits for its step on its rank.
 
     Attributes:
-        step: ``trainer.global_step`` when a batch begins.
+        step: it acts in the first batch of a fit that begins at this ``trainer.global_step`` or behind it.
         rank: where it acts.
         parameter: the one that it acts on; None is each fault's own choice.
         fired: the step in which it acted in the last fit, on its own rank; None before, and on the other ranks.
@@ -29,7 +30,8 @@ class Fault(Callback):
         self.rank = rank
         self.parameter = parameter
         self.fired: int | None = None
-        self._is_armed = False
+        self._is_armed = self._is_past = False
+        self._batch_step = 0  # at which the batch at hand began, or that in which it was armed
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -41,7 +43,7 @@ class Fault(Callback):
             )
         if stage == "fit":
             self.fired = None
-            self._is_armed = False
+            self._is_armed = self._is_past = False
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -50,10 +52,25 @@ class Fault(Callback):
             self._named(pl_module)
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell of a fault that lies behind this fit: a resumed run has had it before."""
+        self._is_past = trainer.global_step > self.step
+        if self._is_past and trainer.global_rank == self.rank:
+            warnings.warn(
+                f"{self}: training begins at step {trainer.global_step}, behind it. Nothing is planted; write a later "
+                "step, or leave it out.",
+                stacklevel=2,
+            )
+
+    @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Arm the fault in the first batch of its step."""
-        is_here = trainer.global_rank == self.rank and trainer.global_step == self.step
-        if is_here and self.fired is None and not self._is_armed:
+        if self._is_armed:
+            return
+        self._batch_step = trainer.global_step
+        # passed rather than met: with several optimizers a batch takes several steps
+        is_here = trainer.global_rank == self.rank and trainer.global_step >= self.step and not self._is_past
+        if is_here and self.fired is None:
             self._is_armed = True
             self._arm(trainer, pl_module)
 
@@ -62,12 +79,21 @@ class Fault(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Disarm it in the last batch of its step."""
-        if self._is_armed and trainer.global_step != self.step:
+        if self._is_armed and trainer.global_step != self._batch_step:
             self._is_armed = False
             self._end_step(trainer, pl_module)
             self._disarm()
             if self.fired is None:
                 raise RuntimeError(f"{self} did not happen: {self._why_not()}")
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse a run that was to show a fault and had none."""
+        if trainer.global_rank == self.rank and self.fired is None and not self._is_past:
+            raise RuntimeError(
+                f"{self} did not happen: training ended after {trainer.global_step} optimizer steps. Write a step up "
+                f"to {self._batch_step}."
+            )
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -90,10 +116,10 @@ class Fault(Callback):
 
     def _why_not(self) -> str:
         what = "no parameter" if self.parameter is None else self.parameter
-        return f"{what} got a gradient that it could act on on rank {self.rank} in step {self.step}."
+        return f"{what} got a gradient that it could act on on rank {self.rank} in step {self._batch_step}."
 
     def _fire(self) -> None:
-        self.fired = self.step
+        self.fired = self._batch_step
 
     def _named(self, module: LightningModule) -> nn.Parameter:
         parameters = dict(module.named_parameters(remove_duplicate=False))

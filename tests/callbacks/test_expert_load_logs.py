@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -108,9 +109,10 @@ def test_run_without_such_layers_is_told_once_and_goes_on() -> None:
     assert monitor.last is None
 
 
-@pytest.mark.parametrize("every", [0, -3])
-def test_interval_below_one_step_is_refused(every: int) -> None:
-    with pytest.raises(ValueError, match=rf"every_n_steps={every}\) must be at least 1. Use 1 for every step, or None"):
+@pytest.mark.parametrize("every", [0, -3, 2.5, "5", True])
+def test_interval_that_is_no_integer_from_one_is_refused(every: Any) -> None:
+    message = re.escape(f"(every_n_steps={every!r}) must be an integer from 1. Use 1 for every step, or None")
+    with pytest.raises(ValueError, match=message):
         ExpertLoadMonitor(every_n_steps=every)
 
 

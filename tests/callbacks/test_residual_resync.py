@@ -12,9 +12,11 @@ from torch import Tensor
 
 from lightning_moeclip import MoEClipPrecision, MoEClipStrategy
 from lightning_moeclip.binding import Callback, LightningModule, Trainer, pl
+from lightning_moeclip.callbacks import ExpertLoadMonitor, VarianceHeatmap
 from lightning_moeclip.callbacks.residual_resync import ResidualResync
 from lightning_moeclip.parallel.agreement import gather_objects
 from lightning_moeclip.testing import Rank, on_ranks
+from tests.callbacks.heatmap_runs import NoteTaker
 from tests.gradients.narrow_clip import Clip, masters, pairs
 from tests.gradients.one_process import logged_collectives
 from tests.models import TwoTowers, batches, loader, quiet_trainer, share
@@ -400,6 +402,22 @@ def test_two_loggers_on_rank_0_get_the_numbers_and_fast_dev_run_works(tmp_path: 
         logged = [(step, float(number)) for step, number in rows if number]
         assert logged[:2] == [("0", 0.0), ("2", 0.0)]
         assert logged[-1][1] >= 1.0
+
+
+@on_ranks(2)
+def log_seven_batches(rank: Rank) -> list[tuple[int | None, list[str]]]:
+    notes = NoteTaker()
+    watch = [ResidualResync(every_n_steps=3), VarianceHeatmap(every_n_steps=3), ExpertLoadMonitor(every_n_steps=3)]
+    data = share(batches(7), [4, 4], rank.index)
+    run(rank, *watch, data=data, logger=notes, log_every_n_steps=1)
+    return [(step, sorted(metrics)) for step, metrics in notes.metrics]
+
+
+def test_what_is_found_when_training_ends_has_the_step_of_the_last_batch() -> None:
+    told, _ = log_seven_batches.launch()
+    of_resync = [step for step, tags in told if "grad_residual/mismatches" in tags]
+    assert of_resync == [0, 3, 6, 6]  # replicas are compared once more at the end
+    assert max(step for step, _ in told if step is not None) == 6
 
 
 def test_one_process_is_told_that_nothing_is_compared() -> None:

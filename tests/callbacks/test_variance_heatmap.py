@@ -242,6 +242,22 @@ def test_a_resumed_run_goes_on_with_samples_and_scale(tmp_path: Path) -> None:
     assert resumed.history.freeze_range() == first.history.freeze_range()
 
 
+def test_another_run_has_a_scale_of_its_own_and_a_second_fit_of_one_trainer_goes_on(tmp_path: Path) -> None:
+    callback = VarianceHeatmap(every_n_steps=1)
+    trainer = fit(tmp_path, callback, num_batches=2)
+    first = callback.history.freeze_range()
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(TwoTowers(), loader(batches(2)))
+    assert [sample.step for sample in callback.history.samples] == [0, 1, 2, 3]
+    assert callback.history.freeze_range() == first
+    module = TwoTowers()
+    module.loss.register_forward_hook(lambda loss, inputs, value: 1e6 * value)
+    fit(tmp_path, callback, num_batches=2, module=module)
+    assert [sample.step for sample in callback.history.samples] == [0, 1]
+    # gradients are 1e6 times, variances 1e12 times those of before
+    assert callback.history.freeze_range() == pytest.approx([1e12 * bound for bound in first])
+
+
 class NotesOpenFiles(Callback):
     """The names of the files that this process holds open behind each step, without sockets and pipes."""
 
@@ -269,11 +285,16 @@ def test_many_pictures_of_two_towers_are_one_run_and_open_no_more_files(tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"every_n_steps": 0}, r"every_n_steps=0\) must be at least 1. Use every_n_steps=50, or None"),
-        ({"figure_every_n_steps": -5}, r"figure_every_n_steps=-5\) must be at least 1. Use figure_every_n_steps=500"),
+        ({"every_n_steps": 0}, r"every_n_steps=0\) must be an integer from 1. Use every_n_steps=50, or None"),
+        ({"every_n_steps": "5"}, r"VarianceHeatmap\(every_n_steps='5'\) must be an integer from 1"),
+        ({"every_n_steps": 2.5}, r"every_n_steps=2.5\) must be an integer from 1"),
+        ({"figure_every_n_steps": -5}, r"figure_every_n_steps=-5\) must be an integer from 1. Use figure_every.*=500"),
+        ({"figure_every_n_steps": None}, r"figure_every_n_steps=None\) must be an integer from 1"),
+        ({"figure_every_n_steps": True}, r"figure_every_n_steps=True\) must be an integer from 1"),
+        ({"prefix": None}, r"VarianceHeatmap\(prefix=None\) must be a string. Use prefix='fine/', or leave it out"),
     ],
 )
-def test_intervals_below_one_are_refused(arguments: dict[str, int], message: str) -> None:
+def test_intervals_that_are_no_integers_from_one_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VarianceHeatmap(**arguments)
 

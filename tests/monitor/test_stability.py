@@ -4,6 +4,7 @@ import dataclasses
 import math
 import pickle
 import random
+from typing import Any
 
 import pytest
 
@@ -282,3 +283,19 @@ def test_cosine_track_counts_robust_deviations() -> None:
     track.add(9.0)  # moves neither median nor deviation much
     assert track.level == 0.3
     assert track.score(0.9) == pytest.approx(0.6 / (1.4826 * 0.1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"low": "a"}, r"low='a' and good=0.75 must be cosines"),
+        ({"good": None}, r"low=0.55 and good=None must be cosines"),
+        ({"variance": None}, r"variance=None must be above 0"),
+        ({"variance": "0.02"}, r"variance='0.02' must be above 0"),
+        ({"variance": math.inf}, r"variance=inf must be above 0"),
+        ({"act_on_cosine": "yes"}, r"act_on_cosine='yes' must be True or False. The default is False"),
+    ],
+)
+def test_settings_that_are_no_numbers_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StabilitySettings(**settings)

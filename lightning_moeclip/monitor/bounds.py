@@ -1,0 +1,29 @@
+"""What a setting must be to count as a number, whatever a caller or a YAML file gives."""
+
+import math
+from numbers import Real
+from typing import TypeGuard
+
+__all__ = ["check_steps", "is_finite_number"]
+
+
+def is_finite_number(value: object) -> TypeGuard[float]:
+    """Whether ``value`` is a number, neither NaN nor infinite; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_steps(name: str, value: object, *, advice: str, owner: str = "") -> None:
+    """Refuse what is no number of steps.
+
+    Args:
+        name: of the setting.
+        value: what was given.
+        advice: a sentence that says what to write.
+        owner: class whose argument it is, for the message.
+
+    Raises:
+        ValueError: it is no integer, or below 1.
+    """
+    if type(value) is not int or value < 1:
+        given = f"{owner}({name}={value!r})" if owner else f"{name}={value!r}"
+        raise ValueError(f"{given} must be an integer from 1. {advice}")
