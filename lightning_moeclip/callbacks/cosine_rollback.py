@@ -105,7 +105,9 @@ class CosineRollback(Callback):
         max_snapshot_bytes: int | None = None,
     ) -> None:
         super().__init__()
-        self.settings = StabilitySettings(window, low, patience, variance, good, act_on_cosine)
+        self.settings = StabilitySettings(
+            window=window, low=low, patience=patience, variance=variance, good=good, act_on_cosine=act_on_cosine
+        )
         self.limits = RollbackSettings(max_rollbacks, snapshot_every_n_steps, on_no_snapshot, max_snapshot_bytes)
         self._ledger = RollbackLedger(self.limits)
         self.observation: Observation | None = None
@@ -144,6 +146,7 @@ class CosineRollback(Callback):
 
         Raises:
             ValueError: they do not have the same shapes.
+            TypeError: one is no tensor.
         """
         self._handed_in.add(first, second)
 
@@ -165,7 +168,7 @@ class CosineRollback(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._monitors, self._observations, self._pending = {}, [], None
+        self._monitors, self._observations, self._pending, self.observation = {}, [], None, None
         self._news, self._overflows, self._directions_news = News(), OverflowCount(), DirectionsNews()
         self._ledger.begin()
         self._schedule = SnapshotSchedule(self.limits.snapshot_every_n_steps, begin=trainer.global_step)

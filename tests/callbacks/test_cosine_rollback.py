@@ -55,9 +55,6 @@ def assert_went_back_twice(spy: Spy) -> None:
         assert kind in changed, kind  # the test would see it
 
 
-# -- bit by bit
-
-
 @on_ranks(2)
 def test_nan_loss_on_rank_1_takes_all_ranks_back_to_the_same_bits(rank: Rank) -> None:
     rollback, spy = watch(), Spy()
@@ -120,9 +117,6 @@ def test_watching_changes_no_bit(rank: Rank) -> None:
         assert not differing(found, spies[1].after[step]), step
 
 
-# -- before there is a snapshot
-
-
 @on_ranks(2)
 def test_nan_gradient_on_a_step_that_is_not_logged_leaves_the_parameters(rank: Rank) -> None:
     rollback, spy = watch(snapshot_every_n_steps=100), Spy()
@@ -139,9 +133,6 @@ def test_no_snapshot_ends_the_run_where_that_was_asked_for(rank: Rank) -> None:
     rollback = watch(on_no_snapshot="raise")
     with pytest.raises(RuntimeError, match=r"no snapshot to go back to at step 2 .*\n.*\nWrite on_no_snapshot='skip"):
         train(rank, Faulty(nan_loss=(2,), rank=1), batches(4, num_rows=6), rollback)
-
-
-# -- giving up, and what survives
 
 
 @on_ranks(2)
@@ -191,9 +182,6 @@ def test_history_and_count_survive_a_checkpoint(tmp_path: Path) -> None:
     resumed.launch(folder=str(tmp_path))
 
 
-# -- spikes, and cooling down
-
-
 @on_ranks(2, timeout_s=100)
 def test_gradient_of_a_million_times_rolls_back_and_later_ones_are_skipped_while_it_cools(rank: Rank) -> None:
     spikes = (90, 91, 95, 110)
@@ -217,9 +205,6 @@ class Million(Faulty):
     @override
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         super().backward(1e6 * loss if self.is_at(self.steps) else loss, *args, **kwargs)
-
-
-# -- other ways to train
 
 
 class TwoOptimizers(Faulty):
@@ -313,9 +298,6 @@ def test_batch_without_a_loss_on_one_process_teaches_nothing(rank: Rank) -> None
     assert len(rollback._monitors[0].state().loss.recent) == 4
 
 
-# -- what it tells
-
-
 class Kept(pl.loggers.CSVLogger):
     """Keeps what it is given in memory."""
 
@@ -391,9 +373,6 @@ def test_a_loss_without_directions_is_told_of_once_and_watched_all_the_same(rank
     with pytest.warns(UserWarning, match="no loss tells of its directions. Use ContrastiveLoss") as caught:
         quiet_trainer(1, callbacks=[watch()]).fit(Plain(), loader(batches(5, num_rows=6)))
     assert len([w for w in caught if "directions" in str(w.message)]) == 1
-
-
-# -- what it says no to
 
 
 @pytest.mark.parametrize(

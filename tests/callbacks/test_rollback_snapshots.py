@@ -44,9 +44,6 @@ def count(messages: list[str], part: str) -> int:
     return sum(part in message for message in messages)
 
 
-# -- candidates
-
-
 class Poisoned(Faulty):
     """The first optimizer step to a ``global_step`` leaves a state with which every loss is NaN."""
 
@@ -121,9 +118,6 @@ def test_rank_that_refuses_alone_costs_no_rank_the_only_snapshot_there_is_room_f
     assert count(messages, "room for one snapshot only") == (rank.index == 0)
 
 
-# -- what the snapshots do not fit, and when there are none
-
-
 class Splits(Callback):
     """Gives one parameter a group of its own before a step, as callbacks that unfreeze do."""
 
@@ -157,9 +151,6 @@ def test_no_snapshot_while_replicas_differ(rank: Rank) -> None:
     messages = train(rank, NoScheduler(), 9, ResidualResync(every_n_steps=6), desync, watch(), spy)
     assert [spy.snapshots[step] for step in (4, 5, 6, 7)] == [(), (), (), (7,)]
     assert count(messages, "no snapshot while parameters or optimizer state differ") == (rank.index == 0)
-
-
-# -- counts
 
 
 @on_ranks(1, timeout_s=200)
@@ -217,9 +208,6 @@ def test_a_loss_of_8_times_from_now_on_is_a_new_level(rank: Rank) -> None:
     assert len(rollback.history) == 31
     assert rollback.total_rollbacks == 2
     assert spy.snapshots[132][-1] == 132  # at once
-
-
-# -- when it ends, and overflow
 
 
 @on_ranks(1)

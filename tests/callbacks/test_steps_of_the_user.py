@@ -78,9 +78,6 @@ class Notes(Callback):
         )
 
 
-# the closure in the user's hands
-
-
 class ClosureByHand(Pair):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer_closure()
@@ -178,9 +175,6 @@ def test_an_optimizer_that_asks_for_its_closure_is_told_why_there_is_none(
         run(module, pairs(1), CosineRollback())
 
 
-# gradients that are dropped
-
-
 class DropsOne(Pair):
     """Leaves out the step of one batch, by hand or, in automatic optimization, by running the closure alone."""
 
@@ -241,9 +235,6 @@ def test_cosines_of_dropped_gradients_are_no_part_of_the_next_step(automatic: bo
     assert seen[1][0] != seen[1][2]  # it would be seen
 
 
-# steps of several micro-batches
-
-
 class Steady(LightningModule):
     """A loss that stays near -1; None in chosen batches."""
 
@@ -282,9 +273,6 @@ def test_ranks_with_different_numbers_of_losses_are_no_measure(rank: Rank) -> No
     trainer.fit(Steady(nones=(2,) if rank.index else ()), loader(noise(6)))
     assert [n.is_whole for n in notes.numbers] == [True, False, True]
     assert [n.loss for n in notes.numbers] == pytest.approx([-1.0] * 3, rel=1e-3)
-
-
-# steps past Lightning, and losses without directions
 
 
 class Raw(Pair):

@@ -196,9 +196,6 @@ def test_state_goes_back_and_is_neither_shared_nor_tied_to_the_process() -> None
         assert feed(monitor, healthy(50, seed=7)) == first
 
 
-# -- losses with a heavy tail, and levels that change
-
-
 @pytest.mark.parametrize("deviation", [0.5, 1.0])
 def test_lognormal_losses_of_20000_steps_show_nothing(deviation: float) -> None:
     # Student's t with 63 degrees lies above 6 once in 2e7: 1e-3 times in 20,000 steps
