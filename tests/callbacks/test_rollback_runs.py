@@ -39,9 +39,6 @@ def told(rollback: CosineRollback) -> list[tuple[int, str, int | None]]:
     return [(record.step, record.action, record.restored_step) for record in rollback.history]
 
 
-# -- the order of data
-
-
 class Ordered(Faulty):
     """Keeps the order of its batches by epoch; its random numbers are those of dropout, or none."""
 
@@ -114,9 +111,6 @@ def test_every_generator_of_the_host_goes_another_way_alike_on_ranks_that_were_a
     assert gather_objects(draws.drawn) == [draws.drawn] * 2
 
 
-# -- one fit after another
-
-
 @on_ranks(2)
 def test_a_second_fit_of_one_trainer_goes_on_counting_and_another_trainer_begins_anew(rank: Rank) -> None:
     warnings.simplefilter("ignore", UserWarning)
@@ -143,9 +137,6 @@ def test_a_count_from_a_checkpoint_knows_of_no_random_numbers_that_came_back() -
     ledger.note_restored()
     ledger.load_state_dict(kept)
     assert (ledger.total, ledger.pop_restored()) == (1, 0)
-
-
-# -- memory, and tensors that are no plain ones
 
 
 @on_ranks(2)

@@ -67,9 +67,6 @@ def test_digest_and_finite_see_either_part_of_a_complex_element(dtype: torch.dty
         ]
 
 
-# -- sparse
-
-
 class Sparse(nn.Module):
     """A buffer of every sparse layout."""
 
