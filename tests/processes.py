@@ -1,8 +1,9 @@
-"""What one process knows of another: that it has ended, whatever the machine is busy with."""
+"""Waits for what another process or thread has done, however busy the machine is."""
 
 import fcntl
 import os
-from pathlib import Path
+import time
+from collections.abc import Callable
 
 
 def hold_or_wait(folder: str) -> None:
@@ -10,10 +11,8 @@ def hold_or_wait(folder: str) -> None:
     fcntl.flock(os.open(f"{folder}/alive", os.O_WRONLY | os.O_CREAT), fcntl.LOCK_EX)
 
 
-def started_at(pid: int) -> str | None:
-    """When the process started, in ticks of the machine: a pid is used again. None when it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]  # 22 of all, with the two up to the name
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
