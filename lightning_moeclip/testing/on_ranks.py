@@ -150,6 +150,8 @@ def _join_world(rank: Rank, port: int) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_RUN_ID="on_ranks",
+        # a group that the body makes by itself joins the store as well, and no rank tries to be its server
+        TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT)
+    store = dist.PrefixStore("on_ranks", dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT))
     dist.init_process_group("gloo", store=store, rank=rank.index, world_size=rank.world_size, timeout=_TIMEOUT)

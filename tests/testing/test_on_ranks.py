@@ -54,6 +54,15 @@ def fails_on_rank_0_and_rank_1_asks_the_store(rank: Rank, folder: str) -> None:
     raise ValueError(f"rank 0 left {store.get('cause')}")
 
 
+@on_ranks(2)
+def test_body_may_leave_the_group_and_join_another_at_the_same_address(rank: Rank) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method="env://")
+    total = torch.tensor(float(rank.index + 1))
+    dist.all_reduce(total)
+    assert total == 3.0
+
+
 def test_every_rank_returns_its_value() -> None:
     assert sum_of_ranks.launch() == [3.0, 3.0]
 
