@@ -30,7 +30,7 @@ __all__ = ["Rank", "RanksFailed", "on_ranks"]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch.distributed", ROOT])
 _GRACE_S = 5.0  # how long the other ranks may go on after one has failed
-_COLLECTIVE_S = 30.0  # a rank that waits longer in one collective fails by itself, with the name of the collective
+_TIMEOUT = timedelta(seconds=30)  # a rank that waits longer in one collective fails by itself, with its name
 
 
 class RanksFailed(AssertionError):
@@ -93,7 +93,12 @@ def on_ranks(world_size: int, *, timeout_s: float = 60.0) -> Callable[[Callable[
 def _run(body: Callable[..., Any], world_size: int, timeout_s: float, folder: Path, kwargs: dict) -> list[Any]:
     address = (body.__module__, body.__qualname__)  # the decorated name, found again by import in each process
     ranks = [Rank(index, world_size) for index in range(world_size)]
-    processes = [_CONTEXT.Process(target=_enter, args=(address, rank, folder, kwargs), daemon=False) for rank in ranks]
+    # here and not on rank 0: it outlives every rank, so none has to wait for the others when it ends
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)
+    processes = [
+        _CONTEXT.Process(target=_enter, args=(address, rank, store.port, folder, kwargs), daemon=False)
+        for rank in ranks
+    ]
     for process in processes:
         process.start()
 
@@ -106,12 +111,12 @@ def _run(body: Callable[..., Any], world_size: int, timeout_s: float, folder: Pa
 
     failures = {}
     for rank, process in zip(ranks, processes, strict=True):
-        report = folder / f"{rank.index}.txt"
+        report, returned = (folder / f"{rank.index}.{kind}" for kind in ("txt", "pt"))
         if report.exists():
             failures[rank.index] = report.read_text()
         elif process.is_alive():
             failures[rank.index] = "still running: most likely in a collective that another rank never entered"
-        elif process.exitcode:
+        elif process.exitcode or not returned.exists():
             failures[rank.index] = f"ended with exit code {process.exitcode}"
         if process.is_alive():
             process.kill()  # a rank inside a collective does not answer SIGTERM
@@ -121,44 +126,21 @@ def _run(body: Callable[..., Any], world_size: int, timeout_s: float, folder: Pa
     return [torch.load(folder / f"{rank.index}.pt", weights_only=False) for rank in ranks]
 
 
-def _enter(address: tuple[str, str], rank: Rank, folder: Path, kwargs: dict) -> None:
+def _enter(address: tuple[str, str], rank: Rank, port: int, folder: Path, kwargs: dict) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
-        _join_world(rank, folder)
+        _join_world(rank, port)
         module, name = address
         returned = getattr(importlib.import_module(module), name).body(rank, **kwargs)
         torch.save(returned, folder / f"{rank.index}.pt")
     except BaseException:
         (folder / f"{rank.index}.txt").write_text(traceback.format_exc())
-        _wait_for_others(rank, folder, 1.0)
         os._exit(1)  # no atexit hook may wait for the other ranks
-    _wait_for_others(rank, folder, _GRACE_S)
     dist.destroy_process_group()
 
 
-def _wait_for_others(rank: Rank, folder: Path, seconds: float) -> None:
-    """Keep the store, which lives on rank 0, while the others still raise and clean up with it."""
-    if rank.index != 0:
-        return
-    deadline = time.monotonic() + seconds
-    reports = [{folder / f"{other}.pt", folder / f"{other}.txt"} for other in range(1, rank.world_size)]
-    while time.monotonic() < deadline and not all(any(map(Path.exists, paths)) for paths in reports):
-        time.sleep(0.002)
-
-
-def _join_world(rank: Rank, folder: Path) -> None:
-    """Make the default group on a store whose port the machine chose, so that tests never race for one."""
-    timeout = timedelta(seconds=_COLLECTIVE_S)
-    address = folder / "port"
-    if rank.index == 0:
-        store = dist.TCPStore("127.0.0.1", 0, rank.world_size, True, timeout, wait_for_workers=False)
-        (folder / "port.part").write_text(str(store.port))
-        (folder / "port.part").rename(address)
-    else:
-        while not address.exists():
-            time.sleep(0.002)
-        store = dist.TCPStore("127.0.0.1", int(address.read_text()), rank.world_size, False, timeout)
+def _join_world(rank: Rank, port: int) -> None:
     os.environ.update(
         RANK=str(rank.index),
         LOCAL_RANK=str(rank.index),
@@ -166,7 +148,10 @@ def _join_world(rank: Rank, folder: Path) -> None:
         LOCAL_WORLD_SIZE=str(rank.world_size),
         GROUP_RANK="0",
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(store.port),
+        MASTER_PORT=str(port),
         TORCHELASTIC_RUN_ID="on_ranks",
+        # a group that the body makes by itself joins the store as well, and no rank tries to be its server
+        TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    dist.init_process_group("gloo", store=store, rank=rank.index, world_size=rank.world_size, timeout=timeout)
+    store = dist.PrefixStore("on_ranks", dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT))
+    dist.init_process_group("gloo", store=store, rank=rank.index, world_size=rank.world_size, timeout=_TIMEOUT)

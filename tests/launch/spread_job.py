@@ -1,7 +1,7 @@
-"""A training script with experts spread over two ranks: ``python spread_job.py OUT START [KIND]``.
+"""A training script with experts spread over two ranks: ``python spread_job.py OUT START [KIND...]``.
 
-Prints how far the weights of the process that goes on after ``fit`` are from one process, and whether a checkpoint
-that it saves holds them, or the error that refused the run.
+For each kind of module, prints how far the weights of the process that goes on after ``fit`` are from one process,
+and whether a checkpoint that it saves holds them, or the error that refused the run.
 """
 
 import sys
@@ -39,7 +39,7 @@ def distance(found: dict[str, Any], wanted: dict[str, Any]) -> float:
     return max((found[name] - value).abs().max().item() for name, value in wanted.items())
 
 
-def main(out: str, start: str, kind: str = "Whole") -> None:
+def run(out: str, start: str, kind: str) -> None:
     module = globals()[kind]()
     trainer = quiet_trainer(2, strategy=MoEClipStrategy(expert_parallel_size=2, start_method=start))
     try:
@@ -56,4 +56,6 @@ def main(out: str, start: str, kind: str = "Whole") -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(*sys.argv[1:])
+    out, start, *kinds = sys.argv[1:]
+    for kind in kinds or ["Whole"]:
+        run(out, start, kind)

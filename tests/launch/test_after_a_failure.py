@@ -82,7 +82,10 @@ def startup_timeout(rank: Rank, strategy: dict[str, Any]) -> float:
     return seen[0]
 
 
-def test_ranks_have_the_users_own_timeout_to_arrive_and_five_minutes_without_one() -> None:
+def test_ranks_have_the_users_own_timeout_to_arrive_and_five_minutes_without_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MOECLIP_STARTUP_TIMEOUT_S", raising=False)
     assert startup_timeout.launch(strategy={"timeout": timedelta(hours=1)}) == [3600.0] * 2
     assert startup_timeout.launch(strategy={"timeout": timedelta(seconds=90)}) == [90.0] * 2
     assert startup_timeout.launch(strategy={}) == [STARTUP_S] * 2

@@ -1,7 +1,6 @@
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_moeclip.parallel.agreement import gather_objects
+from lightning_moeclip.parallel.watch import FailureWatch
 from lightning_moeclip.strategy import MoEClipStrategy as Strategy
 from lightning_moeclip.testing import Rank, on_ranks
 from lightning_moeclip.testing.on_ranks import RanksFailed
+from tests.processes import hold_or_wait, wait_for
 
 
 class Model(LightningModule):
@@ -112,11 +113,15 @@ def test_sigterm_to_one_rank_ends_both_after_the_same_step(rank: Rank, bad: int)
 @on_ranks(2)
 def sigterm_in_a_test(rank: Rank, folder: str) -> None:
     os.dup2(os.open(f"{folder}/{rank.index}.err", os.O_WRONLY | os.O_CREAT), 2)
+    if rank.index == 0:
+        hold_or_wait(folder)
+    dist.barrier()
+    FailureWatch.__init__.__kwdefaults__["grace_s"] = [0.5, 60.0][rank.index]
     trainer = trainer_of(2)
     with pytest.raises(SystemExit):
         trainer.test(Model(bad_rank=1, act=terminate), loader(), verbose=False)
     Path(folder, f"{rank.index}.ended").touch()
-    time.sleep(6.0)  # alive, so that the other rank's collective waits
+    hold_or_wait(folder)  # alive, so that the other rank's collective waits
 
 
 def test_sigterm_outside_fit_ends_the_rank_that_waits(tmp_path: Path) -> None:
@@ -136,13 +141,14 @@ class BusyOnRank0(Model):
 
     def on_train_batch_start(self, batch: torch.Tensor, batch_idx: int) -> None:
         if batch_idx == 2 and self.global_rank == 0:
-            time.sleep(1.0)
+            wait_for(lambda: self.trainer.strategy._watch.seen)
         elif batch_idx == 2:
             fail()
 
 
 @on_ranks(2)
 def test_rank_that_is_not_yet_waiting_raises_at_its_next_batch(rank: Rank) -> None:
+    FailureWatch.__init__.__kwdefaults__["grace_s"] = 60.0
     trainer = trainer_of(2)
     model = BusyOnRank0()
     kind, message = (
@@ -153,11 +159,12 @@ def test_rank_that_is_not_yet_waiting_raises_at_its_next_batch(rank: Rank) -> No
     assert trainer.strategy.has_failed
     assert model.last_batch == 1
     # alive until the other has raised: a closed connection would end it too
-    time.sleep(2.0 * rank.index)
+    dist.barrier()
 
 
 @on_ranks(2)
 def failed_run(rank: Rank, folder: str) -> None:
+    FailureWatch.__init__.__kwdefaults__["grace_s"] = 60.0
     trainer = trainer_of(2)
     with pytest.raises((KeyError, RuntimeError)):
         trainer.fit(Model(bad_rank=1, act=fail), loader())

@@ -1,6 +1,7 @@
 """Whole launches, as users start them: how a run ends when one rank does not go on."""
 
 import os
+import random
 import re
 import signal
 import socket
@@ -22,17 +23,21 @@ DEADLINE_S = 120.0
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port below those that Linux gives to others by itself, from 32768 on, before the launch binds it."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            port = random.SystemRandom().randrange(20000, 32000)
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
-def is_running(pid: int) -> bool:
+def is_running(pid: int, folder: Path) -> bool:
+    """Whether a launch in this folder still has the process; somebody else's with the same number does not count."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        # of a process that has ended, and waits for nothing but its parent, it is empty
+        return os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
-    return state not in "ZX"
 
 
 @dataclass
@@ -47,7 +52,7 @@ class Ended:
     @property
     def is_in_time(self) -> bool:
         # a process takes as long to go as to come where others want the machine too
-        return self.after_s < max(END_S, self.before_s)
+        return self.after_s < END_S + self.before_s
 
 
 class Launch:
@@ -56,15 +61,18 @@ class Launch:
     def __init__(
         self, folder: Path, *plan: str, job: Path = JOB, torchrun: bool = False, slurm: bool = False, ranks: int = 2
     ) -> None:
+        self.folder = folder
         self.log = folder / "log.txt"
         self.started_at = time.time()
         command = [sys.executable]
         if torchrun:
-            command += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
+            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += [str(job), str(folder), *plan]
         taken = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_", "TORCHELASTIC_")
         env = {name: value for name, value in os.environ.items() if not name.startswith(taken)}
         env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        if not torchrun:
+            env["MASTER_PORT"] = str(free_port())
         # a line and its end in one write, or those of two ranks get mixed
         env.pop("PYTHONUNBUFFERED", None)
         environments = [env]
@@ -76,7 +84,7 @@ class Launch:
                 "SLURM_NTASKS": "2",
                 "SLURM_NTASKS_PER_NODE": "2",
             }
-            tasks |= {"SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            tasks |= {"SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1"}
             ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
             environments = [env | tasks | rank for rank in ranks]
         with self.log.open("a") as log:  # ranks that write at once would overwrite one another without appending
@@ -95,11 +103,12 @@ class Launch:
 
     @property
     def text(self) -> str:
-        return self.log.read_text()
+        return self.log.read_text(errors="replace")  # the last character may be half written
 
     @property
-    def pids(self) -> list[int]:
-        return [p.pid for p in self.processes] + [int(pid) for pid in re.findall(r"\] pid (\d+)", self.text)]
+    def running(self) -> list[int]:
+        pids = [p.pid for p in self.processes] + [int(pid) for pid in re.findall(r"\] pid (\d+)", self.text)]
+        return [pid for pid in pids if is_running(pid, self.folder)]
 
     @property
     def failed_at(self) -> float | None:
@@ -115,20 +124,17 @@ class Launch:
 
     def end(self) -> Ended:
         deadline = time.time() + DEADLINE_S
-        while any(is_running(pid) for pid in self.pids):
-            for process in self.processes:
-                process.poll()
-            assert time.time() < deadline, f"still running: {[p for p in self.pids if is_running(p)]}\n{self.text}"
+        while running := self.running:
+            assert time.time() < deadline, f"still running: {running}\n{self.text}"
             time.sleep(0.1)
         codes = [process.wait() for process in self.processes]
         failed_at = self.failed_at or time.time()
         return Ended(codes, self.text, failed_at - self.started_at, time.time() - failed_at)
 
     def clean(self) -> None:
-        for pid in self.pids:
-            if is_running(pid):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        for pid in self.running:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def hear_ctrl_c() -> None:
@@ -245,14 +251,14 @@ LOST = {
 }
 
 
-@pytest.mark.parametrize("kind", LOST)
 def test_spawn_refuses_parameters_that_the_main_process_would_not_get_back(
-    kind: str, tmp_path: Path, launches: list[Launch]
+    tmp_path: Path, launches: list[Launch]
 ) -> None:
-    launches.append(Launch(tmp_path, "spawn", kind, job=SPREAD_JOB))
+    launches.append(Launch(tmp_path, "spawn", *LOST, job=SPREAD_JOB))
     ended = launches[0].end()
     assert ended.codes == [0], ended.text
-    assert re.search(rf"ValueError: {LOST[kind]}.*, under start_method='spawn': .*__init__", ended.text), ended.text
+    for told in LOST.values():
+        assert re.search(rf"ValueError: {told}.*, under start_method='spawn': .*__init__", ended.text), ended.text
 
 
 def test_fork_refuses_parameters_of_configure_model(tmp_path: Path, launches: list[Launch]) -> None:
@@ -267,11 +273,10 @@ def test_ctrl_c_ends_all_ranks_with_stock_exit_code(tmp_path: Path, launches: li
     launch = Launch(tmp_path, "wait:1")
     launches.append(launch)
     launch.wait_for_failure()
-    pressed = time.time()
     # a terminal sends it to the whole foreground group
     os.killpg(launch.processes[0].pid, signal.SIGINT)
     ended = launch.end()
-    assert time.time() - pressed < END_S, ended.text
+    assert ended.is_in_time, ended
     # as under a stock strategy: Lightning looks every 5 s whether a child has failed, and then kills the main process
     assert ended.codes[0] in (1, -signal.SIGKILL), ended.text
     assert "not reached" not in ended.text
