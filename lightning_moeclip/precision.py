@@ -18,7 +18,7 @@ from lightning_moeclip.binding import (
     Precision,
 )
 from lightning_moeclip.clips import ClippingPrecision
-from lightning_moeclip.gradients.clipping import GradientClipper
+from lightning_moeclip.gradients.clipping import GradientClipper, has_gradients
 from lightning_moeclip.gradients.local_scaling import LocalScaling
 from lightning_moeclip.gradients.region_scales import RegionScales
 from lightning_moeclip.gradients.scaling import AgreedGradScaler, LossScaling, ScalingSettings
@@ -258,7 +258,7 @@ class MoEClipPrecision(ClippingPrecision):
         self._refuse_closures(optimizer)
         result = closure()
         # no result alone says nothing: an earlier micro-batch had one, or the user's optimizer_step ran the closure
-        if result is None and model.automatic_optimization and scaler is not None and not _has_gradients(optimizer):
+        if result is None and model.automatic_optimization and scaler is not None and not has_gradients(optimizer):
             self._is_left_out = True  # clipping, which hooks may do all the same, must not unscale for a later step
             try:
                 self._after_closure(model, optimizer)
@@ -348,10 +348,6 @@ class MoEClipPrecision(ClippingPrecision):
 
 def _nothing(_: object) -> None:
     pass
-
-
-def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 def _step(optimizer: Optimizer, **kwargs: Any) -> None:

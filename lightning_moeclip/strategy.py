@@ -339,6 +339,7 @@ class MoEClipStrategy(WatchedStrategy):
             raise
         self.agree_on_termination()
         corridor.finish()
+        self._end_backward()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss

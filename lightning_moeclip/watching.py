@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_moeclip.checkpoints import CheckpointingStrategy
+from lightning_moeclip.gradients.clipping import has_gradients
 from lightning_moeclip.gradients.collectives import sum_over
 from lightning_moeclip.gradients.comparison import Category, Comparison
 from lightning_moeclip.gradients.corridor import GradientCorridor
@@ -41,6 +42,7 @@ class WatchedStrategy(CheckpointingStrategy):
     _has_stepped = False
     _loss: Tensor | None = None
     _num_losses = 0
+    _had_gradients = False
     _is_stepping = _has_told_of_raw_steps = False
     _step_hooks: tuple[RemovableHandle, ...] = ()
     _optimizer: Optimizer | None = None
@@ -160,19 +162,22 @@ class WatchedStrategy(CheckpointingStrategy):
 
     def _begin_backward(self) -> None:
         """Forget the losses before this one when their step is over, or when their gradients were dropped."""
-        if self._has_stepped or not self._has_gradients():
+        if self._has_stepped or (self._had_gradients and not self._have_gradients()):
             self._forget_losses()
 
-    def _has_gradients(self) -> bool:
-        groups = (group for optimizer in self._plain_optimizers() for group in optimizer.param_groups)
-        return any(p.grad is not None for group in groups for p in group["params"])
+    def _have_gradients(self) -> bool:
+        return any(has_gradients(optimizer) for optimizer in self.optimizers)
 
     def _note_loss(self, loss: Tensor, *, is_live: bool) -> None:
         self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
         self._num_losses += is_live
 
+    def _end_backward(self) -> None:
+        self._had_gradients = self._have_gradients()
+
     def _forget_losses(self) -> None:
-        self._loss, self._num_losses, self._has_stepped = None, 0, False
+        self._loss, self._num_losses = None, 0
+        self._has_stepped = self._had_gradients = False
 
     def _begin_optimizer_step(self, optimizer: Optimizer) -> None:
         self._optimizer, self._is_stepping = optimizer, True
@@ -183,7 +188,9 @@ class WatchedStrategy(CheckpointingStrategy):
     def _watch_raw_steps(self) -> None:
         """Notice steps of the optimizers that do not come through Lightning."""
         self._unwatch_raw_steps()
-        self._step_hooks = tuple(o.register_step_pre_hook(self._note_raw_step) for o in self._plain_optimizers())
+        # a class that wraps another optimizer and never called Optimizer.__init__ has no hooks
+        hooked = [o for o in self._plain_optimizers() if hasattr(o, "_optimizer_step_pre_hooks")]
+        self._step_hooks = tuple(optimizer.register_step_pre_hook(self._note_raw_step) for optimizer in hooked)
 
     def _unwatch_raw_steps(self) -> None:
         for hook in self._step_hooks:

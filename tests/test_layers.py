@@ -30,7 +30,10 @@ ALLOWED: dict[str, tuple[set[str], bool]] = {
     ),
     "monitor": ({"gradients"}, False),
     "callbacks": ({"monitor", "state", "gradients", "scalars", "binding"}, True),
-    "testing": ({"parallel", "gradients", "modules", "state", "precision", "strategy", "binding", "kernels"}, True),
+    "testing": (
+        {"parallel", "gradients", "modules", "monitor", "state", "precision", "strategy", "binding", "kernels"},
+        True,
+    ),
     "registry": (set(), False),
     "__init__": ({"registry"}, False),
 }

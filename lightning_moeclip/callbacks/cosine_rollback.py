@@ -111,7 +111,8 @@ class CosineRollback(Callback):
         self.limits = RollbackSettings(max_rollbacks, snapshot_every_n_steps, on_no_snapshot, max_snapshot_bytes)
         self._ledger = RollbackLedger(self.limits)
         self.observation: Observation | None = None
-        self._handed_in = CotangentSums()
+        self._world: World | None = None
+        self._sums = CotangentSums()
         self._losses: list[DirectionalLoss] = []
         self._snapshots: AgreedSnapshots | None = None
         # by the place of the optimizer: with several, each has losses and norms of its own
@@ -148,7 +149,7 @@ class CosineRollback(Callback):
             ValueError: they do not have the same shapes.
             TypeError: one is no tensor.
         """
-        self._handed_in.add(first, second)
+        self._sums.add(first, second)
 
     @property
     @override
@@ -172,8 +173,9 @@ class CosineRollback(Callback):
         self._news, self._overflows, self._directions_news = News(), OverflowCount(), DirectionsNews()
         self._ledger.begin()
         self._schedule = SnapshotSchedule(self.limits.snapshot_every_n_steps, begin=trainer.global_step)
+        self._world = world_of(trainer, self)
         self._snapshots = AgreedSnapshots(
-            world_of(trainer, self),
+            self._world,
             max_bytes=self.limits.max_snapshot_bytes,
             ranks_per_node=trainer.num_devices,
             watched=(self._watched, self._set_watched),
@@ -191,20 +193,22 @@ class CosineRollback(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:  # layers may have come since
             self._ask(pl_module)
+        self._sums.settle(self._told())
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        is_first = world_of(trainer, self).num_losses == 0
-        self._handed_in.begin_backward(is_first=is_first)
-        if is_first:  # what is there belongs to gradients that were dropped
-            for told in self._losses:
-                told.pop_direction_sums()
+        if self._world is not None and self._world.num_losses == 0:
+            self._sums.forget()
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._sums.settle(self._told())
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        world = world_of(trainer, self)
-        # also of a step that is held: they belong to no other
-        sums = [self._handed_in.pop(), *(loss.pop_direction_sums() for loss in self._losses)]
+        world = self._world
+        assert world is not None, "a step outside fit"
+        sums = self._sums.pop(self._told())  # also of a step that is held: they belong to no other
         if self._pending is not None:
             world.hold_step(f"CosineRollback: {self._pending.reason}")
             return
@@ -298,6 +302,10 @@ class CosineRollback(Callback):
         self.history.append(record)
         warn(trainer, f"CosineRollback, {record}")
 
+    def _told(self) -> list[Tensor | None]:
+        """What the losses tell of their directions, since the last time."""
+        return [loss.pop_direction_sums() for loss in self._losses]
+
     def _watched(self) -> dict[int, Any]:
         return {index: monitor.state() for index, monitor in self._monitors.items()}
 
@@ -314,4 +322,4 @@ class CosineRollback(Callback):
     def _release(self) -> None:
         for loss in self._losses:
             loss.wants_directions = False
-        self._losses, self._snapshots = [], None
+        self._losses, self._snapshots, self._world = [], None, None

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 from numpy.typing import NDArray
 
 from lightning_moeclip.binding import Trainer
@@ -34,8 +35,9 @@ def write_picture(trainer: Trainer, tag: str, picture: NDArray[np.uint8], *, ste
     if not is_taken:
         from matplotlib.image import imsave
 
-        # Lightning takes a root on another machine, too, such as s3://runs
-        files, path = url_to_fs(f"{_root_of(trainer)}/{folder}")
+        # Lightning takes a root on another machine, too, such as s3://runs; a folder may have "::" in its name
+        root = f"{_root_of(trainer)}/{folder}"
+        files, path = url_to_fs(root) if "://" in root else (LocalFileSystem(), root)
         files.makedirs(path, exist_ok=True)
         with files.open(f"{path}/step_{step:06d}.png", "wb") as file:
             imsave(file, picture, format="png")

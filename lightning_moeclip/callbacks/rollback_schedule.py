@@ -25,7 +25,7 @@ class SnapshotSchedule:
     def __init__(self, every_n_steps: int, *, begin: int = 0) -> None:
         self._every = every_n_steps
         self._last = begin // every_n_steps
-        self._has_told_unequal = False
+        self._has_told_unequal = self._has_told_refusal = False
 
     def keep(
         self,
@@ -62,12 +62,13 @@ class SnapshotSchedule:
 
     def drop_unfit(self, trainer: Trainer, module: LightningModule, snapshots: AgreedSnapshots) -> None:
         """Let go of snapshots that the run has outgrown, where there are any; the next healthy step is due."""
-        if snapshots.steps and snapshots.drop_unfit(trainer, module):
+        if snapshots.steps and (story := snapshots.drop_unfit(trainer, module)):
             self._last = _NOW
             warn(
                 trainer,
-                f"CosineRollback, step {trainer.global_step}: parameters, optimizers or schedulers are not those of "
-                "the snapshots any more, which are dropped. The next healthy step is kept.",
+                f"CosineRollback, step {trainer.global_step}: parameters, buffers, optimizers or schedulers are not "
+                f"those of the snapshots any more: the last {story}. They are dropped, and the next healthy step is "
+                "kept.",
             )
 
     def _take(self, trainer: Trainer, module: LightningModule, snapshots: AgreedSnapshots) -> None:
@@ -82,5 +83,7 @@ class SnapshotSchedule:
                 )
             return
         self._last = step // self._every
-        if reason := snapshots.take(trainer, module, step=step):
+        reason = snapshots.take(trainer, module, step=step)
+        if reason and not self._has_told_refusal:
             warn(trainer, f"CosineRollback, step {step}: {reason}")
+        self._has_told_refusal = bool(reason)

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_moeclip.monitor.bounds import check_steps, is_integer
+
 __all__ = ["RollbackSettings"]
 
 _INTEGERS = {
     "max_rollbacks": "The default is 3.",
-    "snapshot_every_n_steps": "The default is 100.",
     "max_snapshot_bytes": "None takes a share of the memory.",
 }
 
@@ -34,15 +35,11 @@ class RollbackSettings:
     def __post_init__(self) -> None:
         for name, hint in _INTEGERS.items():
             value = getattr(self, name)
-            if type(value) is not int and not (name == "max_snapshot_bytes" and value is None):
+            if not is_integer(value) and not (name == "max_snapshot_bytes" and value is None):
                 raise ValueError(f"{name}={value!r} must be an integer. {hint}")
         if self.max_rollbacks < 0:
             raise ValueError(f"max_rollbacks={self.max_rollbacks} must be 0 or more. Use max_rollbacks=3.")
-        if self.snapshot_every_n_steps < 1:
-            raise ValueError(
-                f"snapshot_every_n_steps={self.snapshot_every_n_steps} must be at least 1. "
-                "Use snapshot_every_n_steps=100."
-            )
+        check_steps("snapshot_every_n_steps", self.snapshot_every_n_steps, advice="Use snapshot_every_n_steps=100.")
         if self.on_no_snapshot not in ("skip_step", "raise"):
             raise ValueError(f"on_no_snapshot={self.on_no_snapshot!r} is no such choice. Use 'skip_step' or 'raise'.")
         if self.max_snapshot_bytes is not None and self.max_snapshot_bytes < 1:

@@ -8,9 +8,9 @@ from lightning_moeclip.binding import LightningModule, Trainer
 from lightning_moeclip.callbacks.averages import counters_of_averages
 from lightning_moeclip.callbacks.world import World
 from lightning_moeclip.state.finite import checked_names, not_finite
-from lightning_moeclip.state.host_copy import num_bytes_of, places_of
+from lightning_moeclip.state.host_copy import enough_memory, num_bytes_of, places_of
 from lightning_moeclip.state.live import GetAndSet
-from lightning_moeclip.state.snapshot import LiveState, NotFinite, SnapshotRing, live_state
+from lightning_moeclip.state.snapshot import LiveState, NotFinite, SnapshotRing, difference, live_state
 
 __all__ = ["AgreedSnapshots"]
 
@@ -96,20 +96,21 @@ class AgreedSnapshots:
         self._steps = tuple(other for other in self._steps if other != step)
         return True
 
-    def drop_unfit(self, trainer: Trainer, module: LightningModule) -> bool:
+    def drop_unfit(self, trainer: Trainer, module: LightningModule) -> str:
         """Let go of all when the run has another layout on any rank than they have; a collective.
 
         Returns:
-            Whether that was so: parameter groups or schedulers were added, say.
+            How they differ, empty when they do not: parameter groups or schedulers were added, say.
         """
         live = self._live(trainer, module)
         lines = live.layout_lines(live.current())
-        if not self._world.agree(any(self._layouts[step] != lines for step in self._steps)):
-            return False
+        own = next((story for step in self._steps if (story := difference(self._layouts[step], lines))), "")
+        if not self._world.agree(bool(own)):
+            return ""
         for step in self._ring.steps:
             self._ring.drop(step)
         self._steps, self._candidate = (), None
-        return True
+        return next(story for story in self._world.gather(own) if story)
 
     def restore(self, trainer: Trainer, module: LightningModule) -> int:
         """Go back to the newest snapshot that is whole on every rank; a collective.
@@ -186,9 +187,14 @@ def _refusal(live: LiveState, step: int, max_bytes: int) -> Exception | None:
     for get, _ in live.objects.values():
         get()  # masters settle, as they will when it is taken
     tensors = live.current()
-    if num_bytes_of(places_of(tensors)) > max_bytes:
+    size = num_bytes_of(places_of(tensors))
+    if size > max_bytes:
         return None  # the ring refuses with the numbers to write, and ends the run
-    names = not_finite(tensors, checked_names(tensors))
+    try:
+        with enough_memory(size):
+            names = not_finite(tensors, checked_names(tensors))
+    except MemoryError as error:
+        return error
     return NotFinite(names, step=step) if names else None
 
 

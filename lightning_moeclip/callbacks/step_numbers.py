@@ -44,17 +44,24 @@ class StepNumbers:
 
 
 class CotangentSums:
-    """Sums over cotangents that a user hands in, until they are taken."""
+    """Sums over cotangents that losses tell of and a user hands in, until they are taken."""
 
     def __init__(self) -> None:
-        self._sums: Tensor | None = None
-        self._new: Tensor | None = None  # since the last backward began
+        self._before: Tensor | None = None  # of backwards that are over
+        self._new: Tensor | None = None
 
-    def begin_backward(self, *, is_first: bool) -> None:
-        """What was handed in since the last backward belongs to this one; the first of a step begins the sums anew."""
-        if is_first:
-            self._sums = None
-        self._sums = self.pop()
+    def settle(self, told: Iterable[Tensor | None]) -> None:
+        """Behind a backward, and before a batch: what there is belongs to gradients that are there.
+
+        Args:
+            told: sums of losses since the last call, [3] each.
+        """
+        self._before = _total(self._before, self._new, *told)
+        self._new = None
+
+    def forget(self) -> None:
+        """Those gradients were dropped; what came since belongs to the backward at hand."""
+        self._before = None
 
     def add(self, first: Tensor | Sequence[Tensor], second: Tensor | Sequence[Tensor]) -> None:
         """Add the sums of two cotangents of the same features, or of several features in the same order.
@@ -74,13 +81,22 @@ class CotangentSums:
             wide = torch.float32 if a.device.type == "mps" else torch.float64
             x, y = (t.detach().flatten().to(wide) for t in (a, b))
             sums = torch.stack([x @ y, x @ x, y @ y])
-            self._new = sums if self._new is None else self._new + sums
+            self._new = _total(self._new, sums)
 
-    def pop(self) -> Tensor | None:
-        """The sums of the step at hand, [3]; None where nothing was handed in."""
-        parts = [sums for sums in (self._sums, self._new) if sums is not None]
-        self._sums = self._new = None
-        return torch.stack(parts).sum(0) if parts else None
+    def pop(self, told: Iterable[Tensor | None]) -> Tensor | None:
+        """The sums of the step at hand, [3]; None where there are none.
+
+        Args:
+            told: see ``settle``.
+        """
+        self.settle(told)
+        sums, self._before = self._before, None
+        return sums
+
+
+def _total(*sums: Tensor | None) -> Tensor | None:
+    known = [part for part in sums if part is not None]
+    return torch.stack([part.to(known[0]) for part in known]).sum(0) if known else None
 
 
 def _tensors(name: str, given: object) -> list[Tensor]:
@@ -104,23 +120,21 @@ def losses_of(module: nn.Module) -> list[DirectionalLoss]:
     return [layer for layer in module.modules() if isinstance(layer, DirectionalLoss)]
 
 
-def reduce_step_numbers(world: World, told: Iterable[Tensor | None], *, micro_batches: int | None) -> StepNumbers:
+def reduce_step_numbers(world: World, sums: Tensor | None, *, micro_batches: int | None) -> StepNumbers:
     """Sum what each rank knows of the step; a collective.
 
     Every number has an entry of its own: one that is not finite spoils no other.
 
     Args:
         world: the strategy.
-        told: sums over directions of this rank, [3] each; None where a loss was not used.
+        sums: over directions of this rank, [3]; None where no loss tells of them.
         micro_batches: by whose number each loss was divided; None in manual optimization.
     """
     square = world.gradient_square()
     device = square.device
     directions = torch.zeros(4, dtype=square.dtype, device=device)
-    for sums in told:
-        if sums is not None:
-            directions[:3] += sums.to(directions)
-            directions[3] = 1.0
+    if sums is not None:
+        directions[:3], directions[3] = sums.to(directions), 1.0
     loss = world.step_loss.detach().to(directions).reshape(1)
     number = float(world.num_losses)
     numbers = torch.tensor([number, number * number], dtype=square.dtype, device=device)

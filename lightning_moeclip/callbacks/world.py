@@ -26,7 +26,7 @@ class World(Protocol):
         report: of the last step.
         step_loss: 0-d, of this rank since the last optimizer step: in automatic optimization the mean over the
             micro-batches that had a loss, in manual optimization the sum of the losses. The objective is its mean over
-            ranks. What went backward and was dropped (``zero_grad``) without a step does not count.
+            ranks. What went backward does not count when all gradients were set to None (``zero_grad``) without a step.
         num_losses: how many losses that are. Before the first backward of a step, also in ``on_before_backward``, 0.
     """
 

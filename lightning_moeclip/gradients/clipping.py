@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_moeclip.gradients.collectives import sum_over
 from lightning_moeclip.gradients.master_parameter import model_parameter
@@ -11,7 +12,7 @@ from lightning_moeclip.gradients.squares import sum_of_squares
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import SyncPlan
 
-__all__ = ["GradientClipper"]
+__all__ = ["GradientClipper", "has_gradients"]
 
 
 class GradientClipper:
@@ -73,3 +74,8 @@ class GradientClipper:
             # a factor rounded to 16 bits could leave the norm above its bound
             torch._foreach_mul_(grads, factor.to(device=device, dtype=torch.promote_types(dtype, torch.float32)))
         return norm, factor
+
+
+def has_gradients(optimizer: Optimizer) -> bool:
+    """Whether any parameter of an optimizer has a gradient on this rank."""
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

@@ -32,7 +32,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 def begin_another_stream(number: int) -> None:
     """Seed the generators of the host anew, from their states and a number.
 
-    Equal states stay equal, and after numbers that differ nothing is drawn a second time.
+    Equal states stay equal; numbers that differ give seeds that differ.
 
     Args:
         number: not below 0.
@@ -40,4 +40,6 @@ def begin_another_stream(number: int) -> None:
     random.seed(random.getrandbits(64) + number)
     np.random.seed((int(np.random.randint(2**32, dtype=np.int64)) + number) % 2**32)
     # not torch.manual_seed, which seeds GPUs too: what they draw, such as dropout, orders no data
-    torch.default_generator.manual_seed((int(torch.empty((), dtype=torch.int64).random_()) + number) % 2**63)
+    generator = torch.default_generator
+    drawn = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
+    generator.manual_seed((int(drawn) + number) % 2**63)

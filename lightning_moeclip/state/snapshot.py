@@ -14,7 +14,7 @@ from lightning_moeclip.state.finite import checked_names, not_finite
 from lightning_moeclip.state.host_copy import HostCopy, enough_memory, num_bytes_of, places_of, summed_in_copy
 from lightning_moeclip.state.live import LiveState, live_state
 
-__all__ = ["LiveState", "NotFinite", "SnapshotRing", "live_state"]
+__all__ = ["LiveState", "NotFinite", "SnapshotRing", "difference", "live_state"]
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -103,14 +103,14 @@ class SnapshotRing:
         checked, in_copy = checked_names(tensors), summed_in_copy(tensors, places)
         # large tensors are looked at while they are copied, unless that is into the only snapshot
         is_first_look = bool(self._snapshots) and not kept
-        _refuse(not_finite(tensors, [n for n in checked if is_first_look or n not in in_copy]), step)
-        self._snapshots = kept
-        if free is not None and free.places != places:
-            free = None  # its memory goes before other is asked for
         with enough_memory(size):
+            _refuse(not_finite(tensors, [n for n in checked if is_first_look or n not in in_copy]), step)
+            self._snapshots = kept
+            if free is not None and free.places != places:
+                free = None  # its memory goes before other is asked for
             values = HostCopy(tensors, places) if free is None else free
             suspects = values.fill(tensors, checked=in_copy.intersection(checked))
-        _refuse(not_finite(tensors, suspects), step)
+            _refuse(not_finite(tensors, suspects), step)
         self._snapshots.append(_Snapshot(step, values, objects, layout))
 
     def restore(self, live: LiveState, *, step: int | None = None) -> int:
@@ -131,7 +131,7 @@ class SnapshotRing:
             raise ValueError(f"step={step} has no snapshot. Restore one of {list(self.steps)}, or leave step out.")
         lines, story = live.layout_lines(live.current()), []
         for snapshot in [kept for kept in reversed(self._snapshots) if step is None or kept.step <= step]:
-            reason = _difference(snapshot.layout, lines) or self._put_back(snapshot, live)
+            reason = difference(snapshot.layout, lines) or self._put_back(snapshot, live)
             if not reason:
                 return snapshot.step
             self.drop(snapshot.step)
@@ -197,7 +197,7 @@ def _refuse(names: Sequence[str], step: int) -> None:
         raise NotFinite(names, step=step)
 
 
-def _difference(kept: Sequence[str], found: Sequence[str]) -> str:
+def difference(kept: Sequence[str], found: Sequence[str]) -> str:
     """How the layout differs from that of a snapshot; empty when it does not."""
     if tuple(kept) == tuple(found):
         return ""

@@ -1,5 +1,6 @@
 """One fault at one step on one rank, planted on purpose: what a run that watches itself must find."""
 
+from lightning_moeclip.monitor.bounds import is_finite_number, is_integer
 from lightning_moeclip.testing.faults import FAULTS, ScaleGrad, Stall
 from lightning_moeclip.testing.timed_fault import Fault
 
@@ -52,11 +53,11 @@ def inject(
     """
     if fault not in FAULTS:
         raise ValueError(f"inject({fault!r}, ...): no such fault. Use one of {', '.join(map(repr, FAULTS))}.")
-    if not all(type(number) is int and number >= 0 for number in (step, rank)):
+    if not all(is_integer(number) and number >= 0 for number in (step, rank)):
         raise ValueError(f"inject({fault!r}, step={step!r}, rank={rank!r}): both count from 0. Write integers from 0.")
-    if not (isinstance(seconds, int | float) and seconds > 0):
-        raise ValueError(f"inject({fault!r}, seconds={seconds!r}) must be positive. The default is 1.0.")
-    if not isinstance(factor, int | float):
+    if not (is_finite_number(seconds) and seconds > 0):
+        raise ValueError(f"inject({fault!r}, seconds={seconds!r}) must be a positive number. The default is 1.0.")
+    if not is_finite_number(factor):
         raise ValueError(f"inject({fault!r}, factor={factor!r}) must be a number. The default is 1e6.")
     if not isinstance(parameter, str | None):
         raise ValueError(f"inject({fault!r}, parameter={parameter!r}) must be the name of a parameter, or None.")

@@ -90,9 +90,11 @@ class Fault(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a run that was to show a fault and had none."""
         if trainer.global_rank == self.rank and self.fired is None and not self._is_past:
+            if self._is_armed:
+                raise RuntimeError(f"{self} did not happen: training ended within step {self._batch_step}.")
             raise RuntimeError(
-                f"{self} did not happen: training ended after {trainer.global_step} optimizer steps. Write a step up "
-                f"to {self._batch_step}."
+                f"{self} did not happen: this fit ended after {trainer.global_step} optimizer steps. Write a step up "
+                f"to {self._batch_step}, or give it to a Trainer that goes on longer."
             )
 
     @override

@@ -66,3 +66,9 @@ def test_pictures_go_to_a_remote_root(tmp_path: Path, monkeypatch: pytest.Monkey
         found = matplotlib.image.imread(file)
     assert (found[..., :3] * 255).round().astype("uint8").tolist() == picture.tolist()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_may_have_colons_in_its_name(tmp_path: Path) -> None:
+    trainer = quiet_trainer(1, default_root_dir=tmp_path / "a::b")
+    write_picture(trainer, "tag", np.zeros((4, 4, 3), dtype=np.uint8), step=3, folder="run")
+    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*.png")] == [Path("a::b/run/step_000003.png")]

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_moeclip.binding import Callback, Trainer, pl
+from lightning_moeclip.callbacks import snapshots
 from lightning_moeclip.callbacks.cosine_rollback import CosineRollback
 from lightning_moeclip.callbacks.rollback_ledger import RollbackLedger
 from lightning_moeclip.callbacks.rollback_record import RollbackRecord
@@ -144,7 +145,7 @@ def test_memory_that_runs_out_on_one_rank_is_told_and_no_rank_keeps_that_snapsho
     allocate = host_copy._allocate
 
     def refuse(size: int, tensors: Any) -> Tensor:
-        if rank.index == 1 and trainer.global_step == 8:
+        if rank.index == 1 and trainer.global_step in (8, 12):
             raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: ...")
         return allocate(size, tensors)
 
@@ -154,12 +155,27 @@ def test_memory_that_runs_out_on_one_rank_is_told_and_no_rank_keeps_that_snapsho
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         patch.setattr(host_copy, "_allocate", refuse)
         warnings.simplefilter("always")
-        trainer.fit(module, rows(rank, 14))
+        trainer.fit(module, rows(rank, 18))
     messages = [str(w.message) for w in caught if "no host memory" in str(w.message)]
     assert len(messages) == (rank.index == 0)
     assert all(m.startswith("CosineRollback, step 8: There is no host memory for the") for m in messages)
     assert told(rollback) == [(10, "rolled back", 4)]
-    assert [spy.snapshots[step] for step in (8, 12)] == [(4,), (4, 12)]
+    assert [spy.snapshots[step] for step in (8, 12, 16)] == [(4,), (4,), (4, 16)]
+
+
+@on_ranks(2)
+def test_memory_that_runs_out_while_a_rank_looks_for_nan_is_told_and_no_rank_keeps_that_snapshot(rank: Rank) -> None:
+    def refuse(*_: Any) -> list[str]:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: ...")
+
+    spy, rollback = Spy(), watch()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if rank.index == 1:
+            patch.setattr(snapshots, "not_finite", refuse)
+        quiet_trainer(2, callbacks=[rollback, spy]).fit(Faulty(), rows(rank, 6))
+    assert sum("no host memory" in str(w.message) for w in caught) == (rank.index == 0)
+    assert spy.snapshots[4] == ()
 
 
 @on_ranks(2)
@@ -229,3 +245,24 @@ def test_buffer_that_no_snapshot_can_hold_is_refused_before_the_first_step(rank:
     with pytest.raises(TypeError, match=r"buffers/text\.odd is a tensor of torch\._mkldnn"):
         trainer.fit(module, rows(rank, 2))
     assert trainer.global_step == 0
+
+
+class Thins(Faulty):
+    """Has a sparse buffer whose number of elements is another in each step."""
+
+    def __init__(self) -> None:
+        super().__init__(nan_loss=(6,))
+        self.register_buffer("adjacency", torch.eye(2).to_sparse())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.adjacency = torch.eye(batch_idx + 2).to_sparse()
+
+
+def test_a_buffer_that_no_snapshot_fits_any_more_is_named() -> None:
+    rollback = watch()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet_trainer(1, callbacks=[rollback]).fit(Thins(), loader(batches(8, num_rows=6)))
+    messages = [str(w.message) for w in caught]
+    assert sum("the last was taken without buffers/adjacency (sparse_coo [8, 8]" in m for m in messages) == 1
+    assert told(rollback) == [(6, "skipped", None)]

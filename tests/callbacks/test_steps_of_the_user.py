@@ -14,7 +14,9 @@ from lightning_moeclip.callbacks import CosineRollback, VarianceHeatmap
 from lightning_moeclip.callbacks.step_numbers import StepNumbers, reduce_step_numbers
 from lightning_moeclip.modules import ContrastiveLoss
 from lightning_moeclip.precision import MoEClipPrecision
+from lightning_moeclip.strategy import MoEClipStrategy
 from lightning_moeclip.testing import Rank, on_ranks
+from tests.gradients.tiny_experts import TinyExperts
 from tests.models import loader, quiet_trainer
 
 RAW = r"SGD.step\(\) was called past Lightning.*Step what self.optimizers\(\) returns"
@@ -74,7 +76,7 @@ class Notes(Callback):
         automatic = pl_module.automatic_optimization
         self.losses.append(world.step_loss.item())
         self.numbers.append(
-            reduce_step_numbers(world, [], micro_batches=trainer.accumulate_grad_batches if automatic else None)
+            reduce_step_numbers(world, None, micro_batches=trainer.accumulate_grad_batches if automatic else None)
         )
 
 
@@ -222,17 +224,71 @@ def test_what_went_backward_and_was_dropped_is_no_part_of_the_next_step(automati
 def test_cosines_of_dropped_gradients_are_no_part_of_the_next_step(automatic: bool) -> None:
     seen = {}
     for dropped in (1, -1):
-        module, rollback, cosines = DropsOne(dropped, automatic=automatic, factor=1.0), CosineRollback(), []
+        module, rollback = DropsOne(dropped, automatic=automatic, factor=1.0), CosineRollback()
         module.rollback = rollback
+        seen[dropped] = cosines_of(module, pairs(3), rollback)
+    assert seen[1] == [seen[-1][0], seen[-1][2]]
+    assert seen[-1][0] != seen[-1][2]  # it would be seen
 
-        class Watch(Callback):
-            def on_train_batch_end(self, *args: Any) -> None:
-                cosines.append(rollback.observation.cosine)  # noqa: B023
 
-        run(module, pairs(3), rollback, Watch())
-        seen[dropped] = cosines
-    assert seen[1][2] == seen[-1][2]
-    assert seen[1][0] != seen[1][2]  # it would be seen
+class HandsInBehind(Pair):
+    """Tells of its directions behind the backward; one batch has no step, and a cosine of its own."""
+
+    def __init__(self, rollback: CosineRollback) -> None:
+        super().__init__(lr=0.0)
+        self.rollback, self.batch_idx = rollback, 0
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.batch_idx = batch_idx
+        return (self.image(batch[0]) - self.text(batch[1])).square().mean()
+
+    def on_after_backward(self) -> None:
+        first = torch.tensor([-1e6 if self.batch_idx == 1 else 1.0, 0.0])
+        self.rollback.hand_in(first, torch.ones(2))
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx == 1:
+            optimizer_closure()
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+
+def cosines_of(module: LightningModule, data: list, rollback: CosineRollback, **arguments: Any) -> list[float | None]:
+    cosines = []
+
+    class Watch(Callback):
+        def on_before_optimizer_step(self, *args: Any) -> None:
+            assert rollback.observation is not None
+            cosines.append(rollback.observation.cosine)
+
+    run(module, data, rollback, Watch(), **arguments)
+    return cosines
+
+
+def test_cosines_handed_in_behind_a_backward_that_was_dropped_are_no_part_of_the_next_step() -> None:
+    rollback = CosineRollback()
+    assert cosines_of(HandsInBehind(rollback), pairs(4), rollback) == pytest.approx([math.sqrt(0.5)] * 3)
+
+
+class Cached(Pair):
+    """Cotangents of the features first, then a backward that takes them on: the loss runs backward by itself."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            features = self.image(batch[0]), self.text(batch[1])
+        leaves = [x.requires_grad_() for x in features]
+        cotangents = torch.autograd.grad(self.loss(*leaves), leaves)
+        again = self.image(batch[0]), self.text(batch[1])
+        return sum((x * cotangent).sum() for x, cotangent in zip(again, cotangents, strict=True))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loss_that_is_differentiated_within_the_step_tells_of_its_directions(accumulate: int) -> None:
+    data = pairs(4)
+    arguments = {"accumulate_grad_batches": accumulate}
+    wanted = cosines_of(Pair(lr=0.0), data, CosineRollback(), **arguments)
+    assert len(wanted) == 4 // accumulate
+    assert cosines_of(Cached(lr=0.0), data, CosineRollback(), **arguments) == pytest.approx(wanted)
 
 
 class Steady(LightningModule):
@@ -273,6 +329,79 @@ def test_ranks_with_different_numbers_of_losses_are_no_measure(rank: Rank) -> No
     trainer.fit(Steady(nones=(2,) if rank.index else ()), loader(noise(6)))
     assert [n.is_whole for n in notes.numbers] == [True, False, True]
     assert [n.loss for n in notes.numbers] == pytest.approx([-1.0] * 3, rel=1e-3)
+
+
+class OnlyExperts(LightningModule):
+    """The optimizer holds experts alone; those of rank 1 get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense, self.experts = nn.Linear(4, 4).double(), TinyExperts(4, 4)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.experts.are_resting = self.global_rank == 1
+        return self.experts(self.dense(batch)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.experts.parameters(), 0.1)
+
+
+@on_ranks(2)
+def test_a_rank_without_gradients_counts_its_losses_like_any_other(rank: Rank) -> None:
+    notes = Notes()
+    strategy = MoEClipStrategy(expert_parallel_size=2)
+    trainer = quiet_trainer(2, strategy=strategy, callbacks=[notes], accumulate_grad_batches=2)
+    generator = torch.Generator().manual_seed(0)
+    trainer.fit(OnlyExperts(), loader([torch.randn(6, 4, generator=generator, dtype=torch.float64)] * 4))
+    assert [n.is_whole for n in notes.numbers] == [True, True]
+
+
+class Wrapper:
+    """An optimizer to Lightning, and none to torch."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+        self.param_groups, self.state, self.defaults = base.param_groups, base.state, base.defaults
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self.base.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.base.load_state_dict(state)
+
+
+class Lookahead(Wrapper, torch.optim.Optimizer):
+    """One to both, which never called ``Optimizer.__init__``."""
+
+
+class Wrapped(Pair):
+    def __init__(self, wrapper: type[Wrapper]) -> None:
+        super().__init__()
+        self.wrapper = wrapper
+
+    def configure_optimizers(self) -> Any:
+        return self.wrapper(super().configure_optimizers())
+
+
+@pytest.mark.parametrize("callbacks", [0, 1])
+def test_an_optimizer_that_wraps_another_trains_as_that_one(callbacks: int) -> None:
+    plain = run(Pair(), pairs(4), accumulate_grad_batches=2)
+    watching = [CosineRollback() for _ in range(callbacks)]
+    assert have_same_bits(run(Wrapped(Lookahead), pairs(4), *watching, accumulate_grad_batches=2), plain)
+
+
+def test_losses_of_what_is_an_optimizer_to_lightning_alone_are_counted() -> None:
+    found, wanted = Notes(), Notes()
+    run(Pair(), pairs(4), wanted, accumulate_grad_batches=2)
+    run(Wrapped(Wrapper), pairs(4), found, accumulate_grad_batches=2)
+    assert found.losses == wanted.losses
 
 
 class Raw(Pair):

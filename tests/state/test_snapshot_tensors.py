@@ -156,8 +156,6 @@ def test_sparse_optimizer_state_is_refused_by_name() -> None:
         live_state(module, [optimizer])
 
 
-# -- memory
-
 HOST = RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: ...")
 DEVICE = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
 

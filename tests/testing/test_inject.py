@@ -325,7 +325,7 @@ def test_faults_reach_compiled_modules() -> None:
         ({"fault": "nan"}, rf"no such fault\. Use one of {', '.join(map(repr, FAULTS))}"),
         ({"step": -1}, r"step=-1, rank=0\): both count from 0"),
         ({"rank": -1}, r"rank=-1\): both count from 0"),
-        ({"fault": "stall", "seconds": 0.0}, r"seconds=0\.0\) must be positive"),
+        ({"fault": "stall", "seconds": 0.0}, r"seconds=0\.0\) must be a positive number"),
         ({"fault": "stall", "parameter": "first.weight"}, r"inject\('stall', parameter=\.\.\.\): this fault has no"),
         ({"factor": 2.0}, r"inject\('nan_grad', factor=\.\.\.\): this fault has no factor\. Leave it out"),
         ({"seconds": 2.0}, r"this fault has no seconds"),

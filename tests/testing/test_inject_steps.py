@@ -1,9 +1,11 @@
 """When a fault happens: also where steps come by twos, behind a resumption, or not at all."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -82,9 +84,23 @@ def test_an_exception_between_the_steps_of_two_batches_is_raised_before_the_seco
 
 
 def test_a_fault_behind_the_end_of_the_run_is_an_error_when_training_ends() -> None:
-    message = r"step=300, rank=0\) did not happen: training ended after 8 optimizer steps\. Write a step up to 6\."
+    message = r"step=300, rank=0\) did not happen: this fit ended after 8 optimizer steps\. Write a step up to 6, or"
     with pytest.raises(RuntimeError, match=message):
         fit(inject("nan_grad", 300, 0))
+
+
+class NeverSteps(TwoSteps):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        return None
+
+
+def test_a_fault_in_a_step_that_never_ends_is_an_error_when_training_ends() -> None:
+    with pytest.raises(RuntimeError, match=r"rank=0\) did not happen: training ended within step 0\."):
+        fit(inject("nan_grad", 0, 0), module=NeverSteps())
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    assert inject("exception", np.int64(3), np.int64(0)).step == 3
 
 
 def test_a_fault_before_a_resumed_run_is_told_of_and_does_not_happen_again(tmp_path: Path) -> None:
@@ -147,8 +163,11 @@ def test_steps_and_ranks_that_are_no_integers_are_refused(number: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"fault": "stall", "seconds": None}, r"inject\('stall', seconds=None\) must be positive"),
-        ({"fault": "stall", "seconds": "1"}, r"inject\('stall', seconds='1'\) must be positive"),
+        ({"fault": "stall", "seconds": math.inf}, r"seconds=inf\) must be a positive number"),
+        ({"fault": "stall", "seconds": True}, r"seconds=True\) must be a positive number"),
+        ({"fault": "scale_grad", "factor": math.nan}, r"factor=nan\) must be a number"),
+        ({"fault": "stall", "seconds": None}, r"inject\('stall', seconds=None\) must be a positive number"),
+        ({"fault": "stall", "seconds": "1"}, r"inject\('stall', seconds='1'\) must be a positive number"),
         (
             {"fault": "scale_grad", "factor": "2"},
             r"inject\('scale_grad', factor='2'\) must be a number.*default is 1e6",
@@ -162,23 +181,3 @@ def test_steps_and_ranks_that_are_no_integers_are_refused(number: Any) -> None:
 def test_arguments_of_another_kind_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         inject(step=0, rank=0, **arguments)
-
-
-def test_bits_of_a_complex_parameter_move_by_one_unit() -> None:
-    class Filter(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.taps = nn.Parameter(torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex128))
-            self.values: list[Tensor] = []
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            self.values.append(self.taps.detach().clone())
-            return self.taps.abs().sum()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.0)
-
-    values = fit(inject("desync", 1, 0), module=Filter()).values
-    assert values[1].tolist() == [1 + 2j, 3 - 4j]
-    moved = torch.nextafter(torch.tensor(-4.0, dtype=torch.float64), torch.tensor(-5.0, dtype=torch.float64)).item()
-    assert values[2].tolist() == [1 + 2j, complex(3, moved)]
