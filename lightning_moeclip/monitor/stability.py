@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightning_moeclip.monitor.bounds import is_finite_number
+from lightning_moeclip.monitor.bounds import is_finite_number, is_integer
 from lightning_moeclip.monitor.levels import FlaggedRow
 from lightning_moeclip.monitor.tracks import CosineTrack, LossTrack, Track, variance
 
@@ -96,7 +96,7 @@ class StabilitySettings:
 
     def __post_init__(self) -> None:
         for name, value, default in (("window", self.window, 5), ("patience", self.patience, 3)):
-            if type(value) is not int:
+            if not is_integer(value):
                 raise ValueError(f"{name}={value!r} must be an integer. The default is {default}.")
         if self.window < 2:
             raise ValueError(f"window={self.window} has no variance: it takes at least 2 cosines. Use window=5.")
