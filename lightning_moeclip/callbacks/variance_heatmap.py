@@ -4,6 +4,7 @@ In a step that is watched, the loss scale is read on the host before the optimiz
 ours.
 """
 
+import contextlib
 import logging
 import math
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from lightning_moeclip.callbacks.pictures import write_picture, write_table
 from lightning_moeclip.callbacks.world import World, warn
 from lightning_moeclip.gradients.report import GradSums, LayerKey
 from lightning_moeclip.monitor.bounds import check_steps
-from lightning_moeclip.monitor.heatmap import Heatmap, check_matplotlib
+from lightning_moeclip.monitor.heatmap import Heatmap, check_matplotlib, warm_up
 from lightning_moeclip.monitor.variance_history import NO_TOWER, Sample, VarianceHistory, label_of
 from lightning_moeclip.scalars import log_scalars
 
@@ -99,6 +100,9 @@ class VarianceHeatmap(Callback):
         if stage != "fit":
             return
         check_matplotlib()
+        if trainer.is_global_zero:
+            with contextlib.suppress(Exception):  # told with the first picture
+                warm_up()
         others = [c for c in trainer.callbacks if isinstance(c, VarianceHeatmap) and c.prefix == self.prefix]
         if len(others) > 1:
             raise ValueError(

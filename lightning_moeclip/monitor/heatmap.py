@@ -4,15 +4,17 @@ Colours of the towers' panels: viridis on a log scale that stays for the run; wh
 magenta where one is not finite, grey where there is no gradient.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from lightning_moeclip.gradients.report import LayerKey
+from lightning_moeclip.gradients.report import GradSums, LayerKey
 from lightning_moeclip.monitor.load_panel import LoadPanel
 from lightning_moeclip.monitor.variance_history import NO_TOWER, VarianceHistory, label_of, shorten
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["ABSENT", "NON_FINITE", "ZERO", "Heatmap", "check_matplotlib"]
+__all__ = ["ABSENT", "NON_FINITE", "ZERO", "Heatmap", "check_matplotlib", "warm_up"]
 
 # RGB in 0..255, as they are in the picture
 ZERO, NON_FINITE, ABSENT = (255, 255, 255), (214, 0, 89), (217, 217, 217)
@@ -46,6 +48,16 @@ def check_matplotlib() -> None:
             "The variance heatmap draws with matplotlib, which is not installed. "
             "Run: pip install 'lightning-moeclip[plots]'"
         ) from error
+
+
+@functools.cache
+def warm_up() -> None:
+    """Load what the first picture of a process needs, half a second of modules, fonts and glyphs, before training."""
+    history = VarianceHistory()
+    one = torch.ones(2, dtype=torch.float64)
+    sums = GradSums(**{field.name: one for field in fields(GradSums)})
+    history.add(0, [([LayerKey(tower, "", "dense") for tower in ("image", "text")], sums)])
+    Heatmap(history).render()
 
 
 @dataclass(frozen=True)

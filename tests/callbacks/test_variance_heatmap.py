@@ -258,6 +258,19 @@ def test_another_run_has_a_scale_of_its_own_and_a_second_fit_of_one_trainer_goes
     assert callback.history.freeze_range() == pytest.approx([1e12 * bound for bound in first])
 
 
+@on_ranks(2)
+def test_what_draws_is_loaded_before_training_and_on_rank_0_alone(rank: Rank) -> None:
+    class Looks(Callback):
+        def on_train_start(self, *args: Any) -> None:
+            self.is_loaded = "matplotlib.backends.backend_agg" in sys.modules
+
+    for module in [name for name in sys.modules if name.startswith("matplotlib.backends.")]:
+        del sys.modules[module]
+    looks = Looks()
+    quiet_trainer(2, callbacks=[VarianceHeatmap(), looks], fast_dev_run=True).fit(TwoTowers(), loader(batches(1)))
+    assert looks.is_loaded == (rank.index == 0)
+
+
 class NotesOpenFiles(Callback):
     """The names of the files that this process holds open behind each step, without sockets and pipes."""
 
