@@ -235,6 +235,7 @@ class MoEClipPrecision(ClippingPrecision):
 
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
+        """Scale the loss, after the scale of the steps before it is settled."""
         scaler = self._scaler
         if scaler is None:
             return super().pre_backward(tensor, module)

@@ -394,6 +394,7 @@ class MoEClipStrategy(WatchedStrategy):
 
     @override
     def teardown(self) -> None:
+        """Take all hooks away, and make experts whole again unless the run failed or was interrupted."""
         self._unwatch_raw_steps()
         if self._corridor is not None:
             self._corridor.detach()

@@ -169,6 +169,7 @@ class CosineRollback(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin anew with levels, snapshots and warnings; counts and history go on."""
         self._monitors, self._observations, self._pending, self.observation = {}, [], None, None
         self._news, self._overflows, self._directions_news = News(), OverflowCount(), DirectionsNews()
         self._ledger.begin()
@@ -206,6 +207,7 @@ class CosineRollback(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Judge the step by numbers of all ranks, and hold it where one of them says so."""
         world = self._world
         assert world is not None, "a step outside fit"
         sums = self._sums.pop(self._told())  # also of a step that is held: they belong to no other
@@ -228,6 +230,7 @@ class CosineRollback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        """After a step: go back where that was decided, else keep a snapshot when one is due, and log."""
         if not self._observations:
             return  # a micro-batch before the last of its step
         self._directions_news.tell(trainer)

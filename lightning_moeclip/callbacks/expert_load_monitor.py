@@ -85,6 +85,7 @@ class ExpertLoadMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the layers that count; what they have counted before is left out."""
         # not in setup: configure_model, which may build the layers, comes after it
         self._layers, self._towers, self.last = counting_layers(pl_module), (), None
         self._read = {name: _counts_of(layer) for name, layer in self._layers.items()}

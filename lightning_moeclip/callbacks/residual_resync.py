@@ -65,6 +65,7 @@ class ResidualResync(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin with no mismatches known; on one process there is nothing to compare."""
         world = world_of(trainer, self)
         self._monitor = ConsistencyMonitor(self.settings, world_size=world.world_size)
         self._is_due = self._has_looked = self._has_warned = self._has_told_unwatched = False
@@ -88,6 +89,7 @@ class ResidualResync(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Compare reduced gradients where a look is due; hold the step if they differ or the residual is critical."""
         if not self._is_due:
             return
         self._has_looked = True

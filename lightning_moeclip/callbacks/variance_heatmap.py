@@ -97,6 +97,7 @@ class VarianceHeatmap(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check what must hold before training, and load what draws."""
         if stage != "fit":
             return
         check_matplotlib()
@@ -126,6 +127,7 @@ class VarianceHeatmap(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Ask for the statistics of a step that is to be sampled."""
         step = trainer.global_step
         every = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps
         if not self._is_due(step, every):
@@ -149,6 +151,7 @@ class VarianceHeatmap(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Take the statistics of this optimizer in a step that is sampled."""
         if self._watched_step is None:
             return
         strategy = trainer.strategy
