@@ -1,0 +1,26 @@
+"""Which way an operation is computed: by a Triton kernel on a GPU, by the same kernel under Triton's interpreter where
+``TRITON_INTERPRET=1`` asks for it, by torch otherwise.
+"""
+
+import functools
+import importlib.util
+import os
+
+from torch import Tensor
+
+__all__ = ["is_interpreted", "runs_triton"]
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def is_interpreted() -> bool:
+    """Whether Triton's kernels run on the CPU; Triton reads the same variable when a kernel is defined."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether an operation on ``x`` is computed by a Triton kernel."""
+    return (x.is_cuda or is_interpreted()) and _has_triton()
