@@ -21,7 +21,8 @@ __all__ = ["CHUNK", "NUM_EXTRA", "Chunks", "Kind", "Options", "fold", "row_width
 # stay in its registers; a chunk of 8 steps writes 64 bytes of sums per 32 KiB read
 _STEP, _NUM_STEPS, _TAIL = 1024, 8, 16
 CHUNK = _STEP * _NUM_STEPS
-_NUM_WARPS = 4
+_NUM_THREADS = 128
+_NUM_WARPS = _NUM_THREADS // (64 if torch.version.hip else 32)
 _FOLD_ROWS, _FOLD_WARPS = 256, 8
 _BAD = 2**16  # above the number of zeros in a chunk
 NUM_EXTRA = 2  # columns of mates or of the residual
