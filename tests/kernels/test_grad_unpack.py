@@ -101,7 +101,7 @@ def test_no_gradients_have_nothing_that_is_not_finite() -> None:
     assert unscale_([torch.zeros(0)], ONE, counts_zeros=True).tolist() == [0.0, 0.0, 0.0]
 
 
-UNSCALED = [
+NOT_UNSCALED = [
     (TypeError, "inv_scale is torch.float64. Give float32", [torch.ones(3)], ONE.double()),
     (ValueError, r"inv_scale has shape \[2\]. Give one number", [torch.ones(3)], torch.ones(2)),
     (ValueError, "inv_scale lies on meta, no gradient does", [torch.ones(3)], torch.ones((), device="meta")),
@@ -110,9 +110,9 @@ UNSCALED = [
 ]
 
 
-@pytest.mark.parametrize(("error", "message", "gradients", "inv_scale"), UNSCALED)
+@pytest.mark.parametrize(("error", "message", "gradients", "inv_scale"), NOT_UNSCALED)
 def test_what_cannot_be_unscaled_is_refused(
-    error: type[Exception], message: str, gradients: list, inv_scale: object
+    error: type[Exception], message: str, gradients: list[torch.Tensor], inv_scale: torch.Tensor
 ) -> None:
     with pytest.raises(error, match=message):
         unscale_(gradients, inv_scale)
