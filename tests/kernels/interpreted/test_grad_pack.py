@@ -195,6 +195,8 @@ def test_a_plan_refuses_what_it_was_not_laid_out_for() -> None:
         plan.load([torch.zeros(3, dtype=BF16)], factors_of([1.0], FP32))
     with pytest.raises(AssertionError, match="of the dtype that was laid out"):
         plan.load([torch.zeros(3)], factors_of([1.0], FP64))
+    with pytest.raises(AssertionError, match="of the shape that was laid out"):
+        plan.load([torch.zeros(1, 3)], factors_of([1.0], FP32))
     with pytest.raises(AssertionError, match="places fill memory without holes"):
         PackPlan([torch.zeros(4, 4)[:, ::2]])
     with pytest.raises(AssertionError, match="mates are for the statistics"):
