@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-
 from lightning_moeclip.kernels.grad_statistics import grad_statistics
+from torch import Tensor
 
 __all__ = ["grad_pack"]
 

@@ -15,6 +15,8 @@ from lightning_moeclip.gradients.collectives import sum_over
 from lightning_moeclip.gradients.rank_flags import flag_fields, flagged_ranks, num_flag_fields
 from lightning_moeclip.gradients.report import Attendance, ReductionResidual
 from lightning_moeclip.gradients.residual import ResidualSample
+from lightning_moeclip.gradients.slabs import allocate
+from lightning_moeclip.gradients.stash import GradStash, StashMode, passage_for
 from lightning_moeclip.gradients.statistics import LayerStatistics
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import SyncPlan
@@ -46,6 +48,8 @@ class Reducer:
         mesh: Mesh,
         *,
         wire_dtype: torch.dtype | None = None,
+        stash: StashMode = "stream",
+        wait_window: int | None = None,
         divisors: Mapping[str, Tensor] = MappingProxyType({}),
         is_idle_zero: bool = False,
         count_unplanned: Callable[[], int] = lambda: 0,
@@ -60,6 +64,8 @@ class Reducer:
             parameters: the Parameter objects by name.
             mesh: axes and groups.
             wire_dtype: dtype of the collectives; None sends gradients as they are.
+            stash: how buckets travel.
+            wait_window: buckets in flight at a time; None for all of them.
             divisors: what this rank's gradients of a parameter are divided by beside the size of the world, by its
                 name: 0-d powers of two, which their owner may change in place between two steps. Only the gradients
                 of a backward are divided: reduced ones that are there stay.
@@ -76,7 +82,8 @@ class Reducer:
         self._count_unplanned = count_unplanned
         self._on_unplanned = on_unplanned
         self._on_finished = on_finished
-        self.buckets = self._make_buckets(parameters, wire_dtype, divisors)
+        self._stash = GradStash(wait_window)
+        self.buckets = self._make_buckets(parameters, wire_dtype, stash, divisors)
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._num_fields = _LAST_BATCH + num_flag_fields(mesh.world_size)
         self._roll = self._make_roll()
@@ -88,19 +95,25 @@ class Reducer:
             self._hook(slot)
 
     def _make_buckets(
-        self, parameters: Mapping[str, nn.Parameter], wire_dtype: torch.dtype | None, divisors: Mapping[str, Tensor]
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        wire_dtype: torch.dtype | None,
+        stash: StashMode,
+        divisors: Mapping[str, Tensor],
     ) -> list[Bucket]:
         return [
             Bucket(
                 bucket,
                 parameters,
+                flat,
                 divisor=self.plan.divisor,
                 num_replicas=len(self.plan.replicas[bucket.axis]),
                 group=self._mesh.gradient_groups[bucket.axis],
+                passage=passage_for(stash, bucket.device)(),
                 wire_dtype=wire_dtype,
                 divisors=divisors,
             )
-            for bucket in self.plan.buckets
+            for bucket, flat in zip(self.plan.buckets, allocate(self.plan, self._mesh.gradient_groups), strict=True)
         ]
 
     def _make_roll(self) -> Tensor:
@@ -128,7 +141,7 @@ class Reducer:
         is_trainable = parameter.requires_grad
         parameter.requires_grad_(True)  # also one that is switched off for a moment
         self._handles.append(parameter.register_post_accumulate_grad_hook(lambda _: self._on_gradient(slot)))
-        if slot.bucket.num_replicas != self.plan.divisor or slot.factors is not None:
+        if slot.comes_back_changed:
             # not a hook of the parameter: torch.autograd.grad, which adds nothing to .grad, calls those too
             accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
             self._accumulators.append(accumulator)  # autograd makes a new one, without the hook, when nobody holds it
@@ -159,8 +172,7 @@ class Reducer:
     def abandon(self) -> None:
         """Forget a backward that an exception ended before its reduction; what the ranks launched comes to its end."""
         if self._is_open:
-            for bucket in self._order[: self._next]:
-                bucket.wait()
+            self._stash.flush()
             self._close()
         self._is_driven = self._is_aborted = False
 
@@ -199,18 +211,15 @@ class Reducer:
                 slot.keep()
             return
         self._open()
-        slot.is_silent = says_nothing and (slot.is_silent or not slot.is_packed)
+        slot.is_silent = says_nothing and (slot.is_silent or not slot.has_come)
         slot.num_fired += 1
         bucket = slot.bucket
         if bucket.is_launched:
             slot.is_late = True  # the buffer is in flight: this part waits in .grad
             return
-        is_first = not slot.is_packed
-        slot.pack()
-        if is_first:
-            bucket.num_packed += 1
-            if bucket.is_full:
-                self._launch_ready()
+        bucket.take(slot)
+        if bucket.is_full:
+            self._launch_ready()
 
     def _says_nothing(self, slot: Slot) -> bool:
         """Whether a stand-in's backward left a fresh zero: what is not zero is owed to the losses of other ranks."""
@@ -220,6 +229,7 @@ class Reducer:
     def _open(self) -> None:
         if not self._is_open:
             self._is_open = True
+            self._watch_or_not()
             if not self._is_driven:
                 # a raw loss.backward(): autograd calls back when it ends
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish_raw)
@@ -241,7 +251,7 @@ class Reducer:
             bucket = self._order[self._next]
             if bucket.is_deferred is not False or not bucket.is_full:
                 return
-            bucket.launch()
+            self._stash.launch(bucket)
             self._next += 1
 
     @torch.no_grad()
@@ -254,12 +264,12 @@ class Reducer:
         self.is_live = True
         if self.is_paused:
             return
+        self._watch_or_not()
         sample = self._watch() if self._is_watched else None
         for bucket in self._order[self._next :]:
-            bucket.launch()
+            self._stash.launch(bucket)
         totals = self._call_roll()
-        for bucket in self._order:
-            bucket.wait()
+        self._stash.flush()
         self.residual = None if sample is None else sample.compare(self._order)
         if totals[_LATE] > 0:
             for bucket in self._order:
@@ -271,6 +281,11 @@ class Reducer:
             self._on_unplanned()
         self._on_finished(attendance)
 
+    def _watch_or_not(self) -> None:
+        is_watched = self._statistics is not None and self._statistics.is_asked
+        for bucket in self.buckets:
+            bucket.is_watched = is_watched
+
     def _watch(self) -> ResidualSample | None:
         """Read the gradients of this rank as they go into the sum."""
         sample = ResidualSample(self._mesh, seed=self.step) if self.is_residual_asked else None
@@ -280,7 +295,7 @@ class Reducer:
             if sample is not None:
                 sample.take(bucket)
         if statistics is not None:
-            statistics.take_local((slot.parameter, slot.view) for slot in self._slots if slot.is_present)
+            statistics.take_local([(slot.parameter, slot.sums) for slot in self._slots if slot.is_present])
         return sample
 
     def _call_roll(self) -> list[float]:
@@ -356,7 +371,8 @@ class Reducer:
         presence = torch.tensor([float(slot.parameter.grad is not None) for slot in newcomers])
         for slot in newcomers:
             slot.is_local = True  # nobody has reduced it
-            slot.close()
+            slot.bucket.settle(slot)
+            slot.bucket.pack_pending()
             sum_over(slot.view, slot.bucket.group)
         totals = sum_over(presence.to(self._roll.device), self._mesh.gradient_groups["dp"]).tolist()
         for slot, total in zip(newcomers, totals, strict=True):

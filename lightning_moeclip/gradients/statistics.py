@@ -173,12 +173,12 @@ class LayerStatistics:
         self._local = None
 
     def take_local(self, packed: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-        """Read what this rank gives to the sum; every rank calls this, also one without gradients.
+        """Take what is known of what this rank gives to the sum; every rank calls this, also one without gradients.
 
         Args:
-            packed: parameters of the module and their gradients divided by W, still times the loss scale.
+            packed: parameters of the module and the sums of their gradients divided by W, still times the loss scale.
         """
-        self._local = {id(parameter): _sums(gradient) for parameter, gradient in packed}
+        self._local = {id(parameter): sums for parameter, sums in packed}
 
     @torch.no_grad()
     def publish(self, stepped: Iterable[nn.Parameter], *, loss_scale: Tensor | None) -> GradStatistics:
