@@ -9,14 +9,14 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_moeclip.gradients.buckets import Bucket, Passage, Slot
 from lightning_moeclip.gradients.collectives import start_sum
-from lightning_moeclip.kernels.grad_pack import PackPlan
+from lightning_moeclip.kernels.backend import runs_triton
 
 __all__ = ["device_passage"]
 
@@ -27,7 +27,8 @@ def device_passage(mode: Literal["stream", "graph", "sync"], device: torch.devic
     """What makes the passage of one bucket on ``device``."""
     if mode == "sync":
         return InlinePassage
-    if mode == "graph" and torch.version.hip is not None:
+    # the watchdog of RCCL queries events while a graph is captured (pytorch#175377)
+    if mode == "graph" and (torch.version.hip is not None or not runs_triton(torch.empty(0, device=device))):
         _say_no_graphs()
         mode = "stream"
     kind = GraphPassage if mode == "graph" else StreamPassage
@@ -41,8 +42,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @functools.cache
 def _say_no_graphs() -> None:
-    # the watchdog of RCCL queries events while a graph is captured (pytorch#175377)
-    _log.info('stash="graph" is "stream" on ROCm.')
+    _log.info('stash="graph" is "stream" here: it needs CUDA and Triton.')
 
 
 def _sum(bucket: Bucket) -> None:
@@ -129,7 +129,7 @@ class GraphPassage(StreamPassage):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         super().__init__(stream)
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._plan: PackPlan | None = None
+        self._plan: Any = None  # PackPlan, in a file that needs Triton
         self._addresses: tuple[int, ...] = ()
 
     def start(self, bucket: Bucket) -> None:
@@ -145,6 +145,7 @@ class GraphPassage(StreamPassage):
                 self._record(bucket)
             assert self._graph is not None, "recorded above"
             self._graph.replay()
+            self._plan.release()  # the allocator keeps what the stream still reads
             self._is_there.record(self._stream)
 
     def _load(self, bucket: Bucket) -> None:
@@ -154,18 +155,19 @@ class GraphPassage(StreamPassage):
         sources = {slot: (slot.view, bucket.factors.one) for slot in bucket.slots}
         sources |= {slot: (grad, factor) for slot, grad, factor in bucket.hand_over()}
         if self._plan is None or self._addresses != _addresses(bucket):
+            from lightning_moeclip.kernels.grad_triton import PackPlan
+
             self._plan = PackPlan([slot.view for slot in bucket.slots])
         gradients, factors = zip(*(sources[slot] for slot in bucket.slots), strict=True)
         self._plan.load(gradients, factors)
         self._hold(list(gradients))
 
     def _record(self, bucket: Bucket) -> None:
-        self._addresses, plan = _addresses(bucket), self._plan
-        assert plan is not None, "loaded before it is recorded"
+        self._addresses = _addresses(bucket)
         self._graph = torch.cuda.CUDAGraph()
         # other threads, such as NCCL's watchdog, may go on meanwhile
         with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
-            plan.launch()
+            self._plan.launch()
             _sum(bucket)
 
 
