@@ -105,7 +105,7 @@ class Slot:
         if grad is not self.view:
             # .grad was None or foreign before, so what autograd left is the whole sum
             assert grad is not None, "a hook fired without a gradient"
-            grad_pack([grad.detach()], [self.view], [self.bucket.factors.one])
+            grad_pack([grad], [self.view], [self.bucket.factors.one])
             self.parameter.grad = self.view
         self.is_local = True
 
@@ -196,11 +196,24 @@ class Bucket:
         if not slot.has_come:
             self.num_come += 1
         if not self._passage.patience:
-            self.pack([(slot, slot.factors.pack)], accumulates=slot.is_packed)
+            self._pack_one(slot)
         elif not slot.is_pending:
             self._put_off(slot, slot.factors.pack)
             if self._num_pending >= self._passage.patience:
                 self._passage.pack(self)
+
+    def _pack_one(self, slot: Slot) -> None:
+        """``pack`` of one, which is called for every gradient of a step."""
+        accumulates = slot.is_packed
+        sums = grad_pack(
+            (_let_go(slot),),
+            (slot.view,),
+            (slot.factors.pack,),
+            accumulates=accumulates,
+            with_statistics=self.is_watched,
+        )
+        if sums is not None:
+            slot.sums = sums[0]
 
     def _put_off(self, slot: Slot, factor: Tensor) -> None:
         slot.is_pending = True
@@ -293,7 +306,7 @@ class Bucket:
             if slot.is_late:
                 grad = slot.parameter.grad
                 assert grad is not None, "a late gradient was lost"
-                grad_pack([grad.detach()], [_view_like(late[first:end], slot.parameter)], [slot.factors.pack])
+                grad_pack([grad], [_view_like(late[first:end], slot.parameter)], [slot.factors.pack])
                 slot.parameter.grad = None
         self.flat.add_(sum_over(late, self.group))
 
@@ -304,7 +317,7 @@ def _let_go(slot: Slot) -> Tensor:
     assert grad is not None, "a hook fired without a gradient"
     slot.parameter.grad = None
     slot.is_pending, slot.is_packed = False, True
-    return grad.detach()
+    return grad
 
 
 def _view_like(part: Tensor, parameter: nn.Parameter) -> Tensor:
