@@ -173,7 +173,7 @@ class _Walk:
         # sources, places, mates, factors; and the factors that came from the CPU, 8 bytes for each
         self._addresses = torch.zeros(5, len(sizes), dtype=torch.int64, device=device)
         num_rows = max(self._num_rows, 1) if options.with_sums else 1
-        self._partial = torch.empty(num_rows, row_width(options), dtype=torch.float64, device=device)
+        self._partial = torch.zeros(num_rows, row_width(options), dtype=torch.float64, device=device)
         self._alive: list[Tensor] = []
 
     def new_table(self) -> Tensor:

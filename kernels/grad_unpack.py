@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import torch
 from lightning_moeclip.kernels.backend import runs_triton
 from lightning_moeclip.kernels.grad_pack import FACTOR_DTYPES, in_order, multiply, multiply_with_sums
-from lightning_moeclip.kernels.grad_statistics import NUM_COLUMNS, NUM_NONFINITE, NUM_ZEROS, SIZE, check_dtype
+from lightning_moeclip.kernels.grad_statistics import (
+    DTYPES,
+    NUM_COLUMNS,
+    NUM_NONFINITE,
+    NUM_ZEROS,
+    SIZE,
+    check_dtype,
+)
 from torch import Tensor
 
 __all__ = ["grad_unpack", "unscale_"]
@@ -58,7 +65,7 @@ def _grad_unpack(
 ) -> Tensor | None:
     if len(sources) != len(gradients):
         raise ValueError(f"{len(sources)} sources and {len(gradients)} gradients: give one for each.")
-    _check_coefficient(coefficient, gradients, "coefficient")
+    _check_coefficient(coefficient, gradients)
     for source, gradient in zip(sources, gradients, strict=True):
         _check_pair(source, gradient, gradients[0])
     if gradients and runs_triton(gradients[0]):
@@ -92,14 +99,15 @@ def _check_pair(source: Tensor, gradient: Tensor, first: Tensor) -> None:
         )
 
 
-def _check_coefficient(coefficient: Tensor, gradients: Sequence[Tensor], name: str) -> None:
+def _check_coefficient(coefficient: Tensor, gradients: Sequence[Tensor]) -> None:
     if coefficient.dtype not in FACTOR_DTYPES:
-        raise TypeError(f"{name} is {coefficient.dtype}. Give float32, or float64: 16 bits would round the gradients.")
+        raise TypeError(f"coefficient is {coefficient.dtype}. Give float32 or float64: 16 bits would round it.")
     if coefficient.dim() != 0:
-        raise ValueError(f"{name} has shape {[*coefficient.shape]}. Give a 0-d tensor.")
+        raise ValueError(f"coefficient has shape {[*coefficient.shape]}. Give a 0-d tensor.")
     if gradients and not coefficient.is_cpu and coefficient.device != gradients[0].device:
         raise ValueError(
-            f"{name} lies on {coefficient.device}, the gradients on {gradients[0].device}. Give it there or on the CPU."
+            f"coefficient lies on {coefficient.device}, the gradients on {gradients[0].device}. "
+            "Give it there or on the CPU."
         )
 
 
@@ -123,7 +131,8 @@ def unscale_(gradients: Sequence[Tensor], inv_scale: Tensor, *, counts_zeros: bo
 
     Args:
         gradients: on one device, of any floating or complex dtypes.
-        inv_scale: 0-d or [1], float32 at least; what each element is multiplied by, in float32 at least.
+        inv_scale: 0-d or [1], float32, on the CPU or on the device of the gradients: what each element is multiplied
+            by, in float32 at least.
         counts_zeros: count what vanished, too.
 
     Returns:
@@ -132,7 +141,7 @@ def unscale_(gradients: Sequence[Tensor], inv_scale: Tensor, *, counts_zeros: bo
 
     Raises:
         ValueError: several devices, or an ``inv_scale`` of several elements.
-        TypeError: a dtype that is not floating or complex, or an ``inv_scale`` of less than 32 bits.
+        TypeError: a dtype that is not floating or complex, or an ``inv_scale`` that is not float32.
     """
     if torch.compiler.is_compiling():
         return _unscale_op(list(gradients), inv_scale, counts_zeros)
@@ -140,11 +149,8 @@ def unscale_(gradients: Sequence[Tensor], inv_scale: Tensor, *, counts_zeros: bo
 
 
 def _unscale_(gradients: Sequence[Tensor], inv_scale: Tensor, counts_zeros: bool) -> Tensor:
-    if inv_scale.shape == (1,):  # as torch's scaler passes it
-        inv_scale = inv_scale.reshape(())
-    _check_coefficient(inv_scale, gradients, "inv_scale")
-    for gradient in gradients:
-        _check_pair(gradient, gradient, gradients[0])
+    _check_unscaled(gradients, inv_scale)
+    inv_scale = inv_scale.reshape(())
     if not gradients:
         return torch.zeros(3, dtype=torch.float64)
     if runs_triton(gradients[0]):
@@ -155,20 +161,34 @@ def _unscale_(gradients: Sequence[Tensor], inv_scale: Tensor, counts_zeros: bool
         sums = table.sum(0)
         return torch.stack([sums[NUM_NONFINITE], sums[NUM_ZEROS], sums[SIZE]])
     flag = torch.zeros((), dtype=torch.float32, device=gradients[0].device)
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
-        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-        by_dtype.setdefault(real.dtype, []).append(real)
-    for members in by_dtype.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(members, flag, inv_scale.to(flag.device, torch.float32))
+    inv_scale = inv_scale.to(flag.device)
+    for dtype in {gradient.dtype for gradient in gradients}:
+        members = [gradient for gradient in gradients if gradient.dtype is dtype]
+        reals = [torch.view_as_real(gradient) for gradient in members] if dtype.is_complex else members
+        torch._amp_foreach_non_finite_check_and_unscale_(reals, flag, inv_scale)
     found = torch.zeros(3, dtype=torch.float64, device=flag.device)
     found[0] = flag
     if counts_zeros:
-        reals = [real for members in by_dtype.values() for real in members]
+        reals = [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in gradients]
         size = sum(real.numel() for real in reals)
         found[1] = size - torch.stack([real.count_nonzero() for real in reals]).sum()
         found[2] = size
     return found
+
+
+def _check_unscaled(gradients: Sequence[Tensor], inv_scale: Tensor) -> None:
+    if inv_scale.dtype is not torch.float32:
+        raise TypeError(f"inv_scale is {inv_scale.dtype}. Give float32, as torch's scaler does.")
+    if inv_scale.numel() != 1:
+        raise ValueError(f"inv_scale has shape {[*inv_scale.shape]}. Give one number.")
+    if not {gradient.dtype for gradient in gradients} <= DTYPES:
+        for gradient in gradients:
+            check_dtype(gradient, "gradients")
+    devices = {gradient.device for gradient in gradients}
+    if len(devices) > 1:
+        raise ValueError(f"gradients lie on {sorted(map(str, devices))}. Give those of one device at a time.")
+    if not inv_scale.is_cpu and inv_scale.device not in devices:
+        raise ValueError(f"inv_scale lies on {inv_scale.device}, no gradient does. Give it there or on the CPU.")
 
 
 _UNPACK_SCHEMA = (

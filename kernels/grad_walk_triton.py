@@ -21,7 +21,8 @@ __all__ = ["CHUNK", "NUM_EXTRA", "Chunks", "Kind", "Options", "fold", "row_width
 # stay in its registers; a chunk of 8 steps writes 64 bytes of sums per 32 KiB read
 _STEP, _NUM_STEPS, _TAIL = 1024, 8, 16
 CHUNK = _STEP * _NUM_STEPS
-_NUM_WARPS = 4
+_NUM_THREADS = 128
+_NUM_WARPS = _NUM_THREADS // (64 if torch.version.hip else 32)
 _FOLD_ROWS, _FOLD_WARPS = 256, 8
 _BAD = 2**16  # above the number of zeros in a chunk
 NUM_EXTRA = 2  # columns of mates or of the residual
@@ -82,7 +83,7 @@ def walk(kind: Kind, options: Options, chunks: Chunks, addresses: Tensor, partia
         options: what to do.
         chunks: at least one.
         addresses: [4, tensors] int64, of sources, places, mates (0 without one) and factors.
-        partial: [rows, row_width] float64, written with ``with_sums``.
+        partial: [rows, row_width] float64, written with ``with_sums``; zeros beyond the columns of a table.
     """
     is_wide = torch.float64 in (kind.source, kind.place)
     _walk_kernel[(len(chunks.row_of),)](
@@ -105,6 +106,7 @@ def walk(kind: Kind, options: Options, chunks: Chunks, addresses: Tensor, partia
         ROW=row_width(options),
         BAD=_BAD,
         num_warps=_NUM_WARPS,
+        enable_fp_fusion=True,  # what is fused is summed, in float64, or added to a place: one rounding less
     )
 
 
@@ -127,6 +129,7 @@ def fold(options: Options, partial: Tensor, first_row: Tensor, table: Tensor) ->
         MAXIMUM_AT=MAXIMUM,
         ROWS=_FOLD_ROWS,
         num_warps=_FOLD_WARPS,
+        enable_fp_fusion=True,
     )
 
 
@@ -292,8 +295,7 @@ def _fold_kernel(
     while row < end:
         rows = row + tl.arange(0, ROWS)
         at = rows.to(tl.int64)[:, None] * ROW + column[None, :]
-        # columns beyond the last were never written
-        value = tl.load(partial + at, mask=(rows < end)[:, None] & (column < WIDTH)[None, :], other=0.0)
+        value = tl.load(partial + at, mask=(rows < end)[:, None], other=0.0)
         total += value
         largest = tl.maximum(largest, value)
         row += ROWS
