@@ -184,7 +184,7 @@ class LayerStatistics:
         Args:
             packed: parameters of the module and the sums of their gradients divided by W, still times the loss scale.
         """
-        self._local = {id(parameter): sums for parameter, sums in packed}
+        self._local = {id(parameter): sums.to(self._device) for parameter, sums in packed}
 
     @torch.no_grad()
     def publish(self, stepped: Iterable[nn.Parameter], *, loss_scale: Tensor | None) -> GradStatistics:
