@@ -248,8 +248,8 @@ def _clip_gradients(
     needs_halves: bool,
 ) -> list[Tensor]:
     _check_features(image_MD, text_ND, offset, chunk_size, scale=scale, row_factor=row_factor)
-    _check_lengths(len(image_MD), by_row_M=by_row_M)
-    _check_lengths(len(text_ND), by_column_N=by_column_N, column_factor_N=column_factor_N)
+    _check_sums(image_MD, len(image_MD), by_row_M=by_row_M)
+    _check_sums(image_MD, len(text_ND), by_column_N=by_column_N, column_factor_N=column_factor_N)
     sums = (by_row_M, by_column_N, row_factor, column_factor_N)
     needs = (needs_image, needs_text, needs_halves)
     with _own_precision(image_MD):
@@ -330,10 +330,11 @@ def _check_features(image_MD: Tensor, text_ND: Tensor, offset: int, chunk_size: 
     _check_devices(image_MD, text_ND=text_ND, **scalars)
 
 
-def _check_lengths(length: int, **sums: Tensor) -> None:
+def _check_sums(image_MD: Tensor, length: int, **sums: Tensor) -> None:
     for name, x in sums.items():
         if x.shape != (length,):
             raise ValueError(f"{name} has shape {list(x.shape)} for {length} samples. Give one number for each.")
+    _check_devices(image_MD, **sums)
 
 
 def _check_devices(image_MD: Tensor, **others: Tensor) -> None:
