@@ -1,0 +1,63 @@
+"""The bars find a spill, an atomic, too much shared memory, narrow accesses, and nothing in a kernel without fault."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.kernels.compiled import faulty
+from tests.kernels.compiled.bars import BARS
+from tests.kernels.compiled.resources import TARGETS, Resources, accesses, compiling_for
+
+
+def compiled(call: Callable[[], None], target: str) -> Resources:
+    found: dict[int, Resources] = {}
+    with compiling_for(target, call.__name__, found):
+        call()
+    (only,) = found.values()
+    return only
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("call", "missed"),
+    [
+        (faulty.good, set()),
+        (faulty.unaligned, {"bulk loads and stores take 16 bytes"}),
+        (faulty.atomic, {"no atomics"}),
+        (faulty.left_to_version, {"fusion of products and sums is chosen"}),
+    ],
+)
+def test_a_fault_misses_its_bar_on_every_target(call: Callable[[], None], missed: set[str], target: str) -> None:
+    resources = compiled(call, target)
+    assert {name for name, bar in BARS.items() if bar(resources)} == missed
+
+
+@pytest.mark.parametrize(
+    ("call", "missed"), [(faulty.spilling, "nothing is spilled"), (faulty.large, "shared memory fits")]
+)
+def test_a_kernel_beyond_the_device_misses_its_bar(call: Callable[[], None], missed: str) -> None:
+    assert BARS[missed](compiled(call, "sm_90"))
+
+
+def test_accesses_are_gathered_by_line_of_source_with_their_bytes() -> None:
+    code = """
+    .loc 1 7 3
+    @%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+    ld.global.L1::evict_last.v2.b64 { %rd2, %rd3 }, [ %rd1 + 16 ];
+    .loc 1 9 3
+    cp.async.cg.shared.global [ %r5 + 0 ], [ %rd4 + 0 ], 0x10, %r6;
+    @%p2 st.global.b16 [ %rd5 + 0 ], { %rs1 };
+    ld.shared.v4.b32 { %r1, %r2, %r3, %r4 }, [ %r7 ];
+    .loc 1 11 3 // from AMD
+    global_load_dwordx4 v[0:3], v[4:5], off
+    buffer_load_ushort v0, v1, s[0:3], 0 offen
+    global_store_dwordx2 v[4:5], v[0:1], off
+    """
+    found = [(access.kind, access.line, access.widths) for access in accesses(code)]
+    assert found == [
+        ("load", "1:7:3", {16: 2}),
+        ("load", "1:9:3", {16: 1}),
+        ("store", "1:9:3", {2: 1}),
+        ("load", "1:11:3", {16: 1, 2: 1}),
+        ("store", "1:11:3", {8: 1}),
+    ]
