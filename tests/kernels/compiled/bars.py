@@ -18,7 +18,7 @@ def _shared(r: Resources) -> str:
 
 def _width(r: Resources) -> str:
     narrow = [access for access in r.accesses if access.is_bulk and access.narrowest < WIDE]
-    return ", ".join(f"{access.kind} of line {access.line} by {access.widths} (bytes: number)" for access in narrow)
+    return ", ".join(f"{access.kind} in {access.place} by {access.widths} (bytes: instructions)" for access in narrow)
 
 
 def _atomics(r: Resources) -> str:

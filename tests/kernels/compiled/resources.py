@@ -7,6 +7,7 @@ those of the package. Measuring only; what has to hold is in the tests.
 
 import contextlib
 import io
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -34,22 +35,19 @@ WIDE = 16  # bytes that one thread moves in one instruction at best (sm_100 has 
 
 @dataclass(frozen=True)
 class Access:
-    """Global loads or stores of one line of source, of one thread.
+    """Global loads or stores of one place in the source, of one thread.
 
     Attributes:
         kind: "load" or "store".
-        line: "file number:line:column" of the kernel's source.
+        place: "line:column" of the kernel's source.
         widths: bytes of an instruction -> how many instructions.
+        is_bulk: whether a block moves ``WIDE`` bytes and more per thread; less is a number per row, or one for all.
     """
 
     kind: str
-    line: str
+    place: str
     widths: dict[int, int]
-
-    @property
-    def is_bulk(self) -> bool:
-        """Whether a thread moves enough for one wide instruction; less is a scalar or one number per row."""
-        return sum(width * number for width, number in self.widths.items()) >= WIDE
+    is_bulk: bool
 
     @property
     def narrowest(self) -> int:
@@ -68,7 +66,7 @@ class Resources:
         spills: bytes (NVIDIA) or registers (AMD) that went to memory.
         shared: bytes of a block.
         warps: of a block.
-        accesses: global loads and stores by line of source.
+        accesses: global loads and stores by place in the source.
         matrix: instructions of the tensor cores by name.
         atomics: instructions that other blocks can interfere with.
         options: launch settings that the launcher gave by name.
@@ -167,6 +165,7 @@ def measure(
         registers = _largest(r"\.vgpr_count:\s*(\d+)", code)
         spills = sum(map(int, re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", code)))
         atomics = len(re.findall(r"(?:global|flat|buffer)_atomic", code))
+    num_threads = kernel.metadata.num_warps * TARGETS[target].warp_size
     return Resources(
         kernel=source.fn.__name__,
         case=case,
@@ -175,7 +174,7 @@ def measure(
         spills=spills,
         shared=kernel.metadata.shared,
         warps=kernel.metadata.num_warps,
-        accesses=tuple(accesses(code)),
+        accesses=tuple(accesses(code, kernel.asm["ttir"], num_threads)),
         matrix=dict(Counter(re.findall(pattern, code))),
         atomics=atomics,
         options=options,
@@ -188,23 +187,50 @@ def _largest(pattern: str, text: str) -> int:
     return max(found)
 
 
-_LOC = re.compile(r"^\s*\.loc\s+(\d+)\s+(\d+)\s+(\d+)")
+_LOC = re.compile(r"^\s*\.loc\s+\d+\s+(\d+)\s+(\d+)")
 _PTX = re.compile(r"\b(ld|st)\.global[\w.:]*?(?:\.v(\d))?\.[busf](\d+)\b")
 _PTX_ASYNC = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\S*\s+\[[^]]*\],\s*\[[^]]*\],\s*(0x[0-9a-f]+|\d+)")
 _AMD = re.compile(r"\b(?:global|buffer|flat)_(load|store)_(\w+)")
 _AMD_BYTES = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "short": 2, "ushort": 2, "sshort": 2}
 
 
-def accesses(code: str) -> list[Access]:
-    """Global loads and stores of PTX or AMD code, gathered by the line of source that ``.loc`` names before them."""
-    line, found = "", dict[tuple[str, str], Counter[int]]()
+def accesses(code: str, ttir: str, num_threads: int) -> list[Access]:
+    """Global loads and stores of PTX or AMD code, gathered by the place in the source that ``.loc`` names before them."""
+    place, in_assembly, found = "", False, dict[tuple[str, str], Counter[int]]()
     for text in code.splitlines():
-        if loc := _LOC.match(text):
-            line = ":".join(loc.groups())
+        if "// begin inline asm" in text:
+            in_assembly, named = True, False
+        elif "// end inline asm" in text:
+            in_assembly = False
+        elif loc := _LOC.match(text):
+            # LLVM counts on for every line inside: the first is the place
+            if not in_assembly or not named:
+                place = ":".join(loc.groups())
+            named = True
         elif access := _access(text):
             kind, width = access
-            found.setdefault((kind, line), Counter())[width] += 1
-    return [Access(kind, line, dict(widths)) for (kind, line), widths in found.items()]
+            found.setdefault((kind, place), Counter())[width] += 1
+    bulk = {place for place, size in sizes(ttir).items() if size >= WIDE * num_threads}
+    lost = bulk - {place for _, place in found}
+    assert not lost, f"no loads or stores were found for {lost} of the source"
+    return [Access(kind, place, dict(widths), place in bulk) for (kind, place), widths in found.items()]
+
+
+_PLACE = re.compile(r'^(#loc\d*) = loc\((?:"[^"]*":(\d+):(\d+)|(?:"[^"]*"\(|callsite\()(#loc\d*))', re.MULTILINE)
+_MOVED = re.compile(r"tt\.(?:load|store) .*: tensor<([\dx]+)x!tt\.ptr<([a-z]+)(\d+)>> loc\((#loc\d*)\)")
+
+
+def sizes(ttir: str) -> dict[str, int]:
+    """Bytes that a block moves at each place in the source, from Triton's own code."""
+    places = {name: (line, column, inner) for name, line, column, inner in _PLACE.findall(ttir)}
+    found: dict[str, int] = {}
+    for shape, _, bits, name in _MOVED.findall(ttir):
+        line, column, inner = places[name]
+        while inner:
+            line, column, inner = places[inner]
+        place = f"{line}:{column}"
+        found[place] = max(found.get(place, 0), math.prod(map(int, shape.split("x"))) * int(bits) // 8)
+    return found
 
 
 def _access(text: str) -> tuple[str, int] | None:

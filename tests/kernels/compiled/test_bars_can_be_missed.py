@@ -6,7 +6,7 @@ import pytest
 
 from tests.kernels.compiled import faulty
 from tests.kernels.compiled.bars import BARS
-from tests.kernels.compiled.resources import TARGETS, Resources, accesses, compiling_for
+from tests.kernels.compiled.resources import TARGETS, Resources, accesses, compiling_for, sizes
 
 
 def compiled(call: Callable[[], None], target: str) -> Resources:
@@ -39,25 +39,38 @@ def test_a_kernel_beyond_the_device_misses_its_bar(call: Callable[[], None], mis
     assert BARS[missed](compiled(call, "sm_90"))
 
 
-def test_accesses_are_gathered_by_line_of_source_with_their_bytes() -> None:
+def test_accesses_are_gathered_by_place_with_their_bytes() -> None:
     code = """
     .loc 1 7 3
     @%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
     ld.global.L1::evict_last.v2.b64 { %rd2, %rd3 }, [ %rd1 + 16 ];
+    // begin inline asm
     .loc 1 9 3
-    cp.async.cg.shared.global [ %r5 + 0 ], [ %rd4 + 0 ], 0x10, %r6;
+    mov.u32 %r1, %r5;
+    .loc 1 10 3
     @%p2 st.global.b16 [ %rd5 + 0 ], { %rs1 };
+    // end inline asm
+    cp.async.cg.shared.global [ %r5 + 0 ], [ %rd4 + 0 ], 0x10, %r6;
     ld.shared.v4.b32 { %r1, %r2, %r3, %r4 }, [ %r7 ];
     .loc 1 11 3 // from AMD
     global_load_dwordx4 v[0:3], v[4:5], off
     buffer_load_ushort v0, v1, s[0:3], 0 offen
     global_store_dwordx2 v[4:5], v[0:1], off
     """
-    found = [(access.kind, access.line, access.widths) for access in accesses(code)]
+    ttir = """
+    %1 = tt.load %0, %m, %cst : tensor<16x64x!tt.ptr<bf16>> loc(#loc4)
+    tt.store %1, %2, %m : tensor<1024x!tt.ptr<f32>> loc(#loc)
+    #loc = loc("a file.py":9:3)
+    #loc1 = loc("a file.py":7:3)
+    #loc3 = loc("x"(#loc1))
+    #loc4 = loc(callsite(#loc3 at #loc))
+    """.replace("    #", "#")
+    assert sizes(ttir) == {"7:3": 2048, "9:3": 4096}
+    found = [(a.kind, a.place, a.widths, a.is_bulk) for a in accesses(code, ttir, num_threads=128)]
     assert found == [
-        ("load", "1:7:3", {16: 2}),
-        ("load", "1:9:3", {16: 1}),
-        ("store", "1:9:3", {2: 1}),
-        ("load", "1:11:3", {16: 1, 2: 1}),
-        ("store", "1:11:3", {8: 1}),
+        ("load", "7:3", {16: 2}, True),
+        ("store", "9:3", {2: 1}, True),
+        ("load", "9:3", {16: 1}, True),
+        ("load", "11:3", {16: 1, 2: 1}, False),
+        ("store", "11:3", {8: 1}, False),
     ]
