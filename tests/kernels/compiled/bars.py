@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from tests.kernels.compiled.resources import SHARED_BYTES, WIDE, Resources
 
-__all__ = ["BARS", "multiplies"]
+__all__ = ["BARS"]
 
 
 def _spills(r: Resources) -> str:
@@ -17,6 +17,8 @@ def _shared(r: Resources) -> str:
 
 
 def _width(r: Resources) -> str:
+    if "ragged" in r.case:
+        return ""  # rows of a ragged length are not aligned
     narrow = [access for access in r.accesses if access.is_bulk and access.narrowest < WIDE]
     return ", ".join(f"{access.kind} in {access.place} by {access.widths} (bytes: instructions)" for access in narrow)
 
@@ -44,8 +46,3 @@ BARS: dict[str, Callable[[Resources], str]] = {
     "fusion of products and sums is chosen": _fusion,
     "products on sm_90 are of warp groups": _matrix,
 }
-
-
-def multiplies(r: Resources) -> bool:
-    """Whether the tensor cores are used."""
-    return bool(r.matrix)

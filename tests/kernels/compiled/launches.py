@@ -6,7 +6,7 @@ Tensors are on the CPU and nothing is computed by a kernel: sizes only have to b
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from tests.kernels.compiled.resources import Resources, compiling_for
 
-__all__ = ["CASES", "MODULES", "OPERATIONS", "compiled"]
+__all__ = ["CASES", "FOLDER", "OPERATIONS", "compile_cases", "compiled"]
 
 FOLDER = Path(next(iter(kernels.__path__))) if kernels.__file__ is None else Path(kernels.__file__).parent
-MODULES = sorted(path.stem for path in FOLDER.glob("*_triton.py"))
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", FP64: "fp64"}
 
 CASES: dict[str, Callable[[], object]] = {}
+ALWAYS: set[str] = set()  # the cases that the tests compile; tests.benchmarks.kernel_resources compiles all
 
 
 def case(operation: str, detail: str, call: Callable[..., object], *arguments: object) -> None:
@@ -31,6 +31,9 @@ def case(operation: str, detail: str, call: Callable[..., object], *arguments: o
     name = f"{operation}, {detail}"
     assert name not in CASES, name
     CASES[name] = functools.partial(call, *arguments)
+    # of both halves one is enough: the same instructions beside the type of the products
+    if "fp16" not in detail:
+        ALWAYS.add(name)
 
 
 @contextlib.contextmanager
@@ -47,12 +50,16 @@ def as_on_a_gpu() -> Iterator[None]:
 @functools.cache
 def compiled(operation: str, target: str) -> tuple[Resources, ...]:
     """Every kernel that the cases of an operation launch, once however many of them do."""
-    found: dict[int, Resources] = {}
+    return compile_cases([name for name in CASES if name in ALWAYS and name.split(",")[0] == operation], target)
+
+
+def compile_cases(names: Iterable[str], target: str) -> tuple[Resources, ...]:
+    """Every kernel that some cases launch."""
+    found: dict[object, Resources] = {}
     with as_on_a_gpu():
-        for name, call in CASES.items():
-            if name.split(",")[0] == operation:
-                with compiling_for(target, name, found):
-                    call()
+        for name in names:
+            with compiling_for(target, name, found):
+                CASES[name]()
     return tuple(found.values())
 
 
@@ -148,5 +155,31 @@ for experts in (8, 64):
 for dtype in (FP32, FP16, BF16):
     case("permute", f"width 768, {NAMES[dtype]}", move, dtype, 4096, 768)
 case("permute", "width 512, a ragged number of tokens, bf16", move, BF16, 4099, 512)
+
+
+
+def clip(dtype: torch.dtype, num: int, dim: int, halves: bool) -> None:
+    from lightning_moeclip.kernels.contrastive import clip_gradients, clip_statistics
+
+    image, text = torch.zeros(num, dim, dtype=dtype), torch.zeros(num, dim, dtype=dtype)
+    by_row, by_column, _ = clip_statistics(image, text, torch.ones(()))
+    factors = torch.ones((), dtype=FP64), torch.ones(num, dtype=FP64)
+    clip_gradients(image, text, torch.ones(()), by_row, by_column, *factors, needs_halves=halves)
+
+
+def sigmoid(dtype: torch.dtype, num: int, dim: int) -> None:
+    from lightning_moeclip.kernels.contrastive import sigmoid_gradients, sigmoid_statistics
+
+    image, text = torch.zeros(num, dim, dtype=dtype), torch.zeros(num, dim, dtype=dtype)
+    sigmoid_statistics(image, text, torch.ones(()), torch.ones(()))
+    sigmoid_gradients(image, text, torch.ones(()), torch.ones(()), torch.ones(()), needs_pull=True)
+
+
+for dtype in (FP32, FP16, BF16):
+    case("clip", f"width 512, {NAMES[dtype]}", clip, dtype, 512, 512, False)
+    case("sigmoid", f"width 512, {NAMES[dtype]}", sigmoid, dtype, 512, 512)
+case("clip", "width 512, halves, bf16", clip, BF16, 512, 512, True)
+case("clip", "width 768, a ragged number of samples, bf16", clip, BF16, 501, 768, False)
+case("sigmoid", "width 768, a ragged number of samples, bf16", sigmoid, BF16, 501, 768)
 
 OPERATIONS = list(dict.fromkeys(name.split(",")[0] for name in CASES))

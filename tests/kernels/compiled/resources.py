@@ -39,7 +39,7 @@ class Access:
 
     Attributes:
         kind: "load" or "store".
-        place: "line:column" of the kernel's source.
+        place: "line:column" of the kernel's source, with " from line:column" inside of a function that it calls.
         widths: bytes of an instruction -> how many instructions.
         is_bulk: whether a block moves ``WIDE`` bytes and more per thread; less is a number per row, or one for all.
     """
@@ -93,6 +93,10 @@ class Resources:
         return total
 
 
+# compiled kernel -> what was found: Triton keeps each in the process as well, and compiles it once
+_measured: dict[Any, Resources] = {}
+
+
 class _Named:
     """A driver that names its target and runs nothing."""
 
@@ -110,13 +114,13 @@ class _Named:
 
 
 @contextlib.contextmanager
-def compiling_for(target: str, case: str, found: dict[int, Resources]) -> Iterator[None]:
+def compiling_for(target: str, case: str, found: dict[Any, Resources]) -> Iterator[None]:
     """Kernels launched inside are compiled for ``target`` and measured; outputs stay as they were allocated.
 
     Args:
         target: key of ``TARGETS``.
         case: name of what is called inside.
-        found: filled with one entry per compiled kernel; one that an earlier case had compiled alike is not new.
+        found: filled with one entry per compiled kernel; one that an earlier case had compiled alike keeps its name.
     """
     launch = JITFunction.run
 
@@ -124,8 +128,9 @@ def compiling_for(target: str, case: str, found: dict[int, Resources]) -> Iterat
         log = io.StringIO()
         with contextlib.redirect_stdout(log):
             kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        if id(kernel) not in found:
-            found[id(kernel)] = measure(kernel, self, case, target, log.getvalue(), frozenset(kwargs))
+        if kernel not in _measured:
+            _measured[kernel] = measure(kernel, self, case, target, log.getvalue(), frozenset(kwargs))
+        found[kernel] = _measured[kernel]
         return kernel
 
     with contextlib.ExitStack() as undo:
@@ -188,6 +193,7 @@ def _largest(pattern: str, text: str) -> int:
 
 
 _LOC = re.compile(r"^\s*\.loc\s+\d+\s+(\d+)\s+(\d+)")
+_CALLER = re.compile(r"inlined_at \d+ (\d+) (\d+)|@\[ [^\]]*?:(\d+):(\d+) ")
 _PTX = re.compile(r"\b(ld|st)\.global[\w.:]*?(?:\.v(\d))?\.[busf](\d+)\b")
 _PTX_ASYNC = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\S*\s+\[[^]]*\],\s*\[[^]]*\],\s*(0x[0-9a-f]+|\d+)")
 _AMD = re.compile(r"\b(?:global|buffer|flat)_(load|store)_(\w+)")
@@ -206,6 +212,8 @@ def accesses(code: str, ttir: str, num_threads: int) -> list[Access]:
             # LLVM counts on for every line inside: the first is the place
             if not in_assembly or not named:
                 place = ":".join(loc.groups())
+                if caller := _CALLER.search(text):
+                    place += " from " + ":".join(filter(None, caller.groups()))
             named = True
         elif access := _access(text):
             kind, width = access
@@ -216,19 +224,27 @@ def accesses(code: str, ttir: str, num_threads: int) -> list[Access]:
     return [Access(kind, place, dict(widths), place in bulk) for (kind, place), widths in found.items()]
 
 
-_PLACE = re.compile(r'^(#loc\d*) = loc\((?:"[^"]*":(\d+):(\d+)|(?:"[^"]*"\(|callsite\()(#loc\d*))', re.MULTILINE)
-_MOVED = re.compile(r"tt\.(?:load|store) .*: tensor<([\dx]+)x!tt\.ptr<([a-z]+)(\d+)>> loc\((#loc\d*)\)")
+_LINE = re.compile(r'^(#loc\d*) = loc\("[^"]*":(\d+):(\d+)\)', re.MULTILINE)
+_NAMED = re.compile(r'^(#loc\d*) = loc\("[^"]*"\((#loc\d*)\)\)', re.MULTILINE)
+_CALL = re.compile(r"^(#loc\d*) = loc\(callsite\((#loc\d*) at (#loc\d*)\)\)", re.MULTILINE)
+_MOVED = re.compile(r"tt\.(?:load|store) .*: tensor<([\dx]+)x!tt\.ptr<[a-z]+(\d+)>> loc\((#loc\d*)\)")
 
 
 def sizes(ttir: str) -> dict[str, int]:
     """Bytes that a block moves at each place in the source, from Triton's own code."""
-    places = {name: (line, column, inner) for name, line, column, inner in _PLACE.findall(ttir)}
+    lines = {name: f"{line}:{column}" for name, line, column in _LINE.findall(ttir)}
+    named, calls = dict(_NAMED.findall(ttir)), {name: (inner, outer) for name, inner, outer in _CALL.findall(ttir)}
+
+    def place_of(name: str) -> str:
+        if name in calls:
+            inner, outer = map(place_of, calls[name])
+            # the code names the nearest caller alone
+            return f"{inner} from {outer.partition(' ')[0]}" if " " not in inner else inner
+        return lines[name] if name in lines else place_of(named[name])
+
     found: dict[str, int] = {}
-    for shape, _, bits, name in _MOVED.findall(ttir):
-        line, column, inner = places[name]
-        while inner:
-            line, column, inner = places[inner]
-        place = f"{line}:{column}"
+    for shape, bits, name in _MOVED.findall(ttir):
+        place = place_of(name)
         found[place] = max(found.get(place, 0), math.prod(map(int, shape.split("x"))) * int(bits) // 8)
     return found
 

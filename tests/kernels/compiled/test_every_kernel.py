@@ -4,8 +4,8 @@ import ast
 
 import pytest
 
-from tests.kernels.compiled.bars import BARS, multiplies
-from tests.kernels.compiled.launches import FOLDER, MODULES, OPERATIONS, compiled
+from tests.kernels.compiled.bars import BARS
+from tests.kernels.compiled.launches import FOLDER, OPERATIONS, compiled
 from tests.kernels.compiled.resources import TARGETS
 
 
@@ -19,6 +19,13 @@ def test_on_each_target(target: str, operation: str, bar: str) -> None:
     assert not missed, "\n".join(missed)
 
 
+@pytest.mark.parametrize("operation", ["clip", "sigmoid"])
+def test_tiles_of_half_precision_are_products_of_warp_groups_on_sm_90(operation: str) -> None:
+    of_halves = [r for r in compiled(operation, "sm_90") if "bf16" in r.case and r.kernel != "fold_kernel"]
+    assert of_halves
+    assert all(set(r.matrix) == {"wgmma.mma_async"} for r in of_halves), of_halves
+
+
 def jitted(source: str) -> dict[str, set[str]]:
     """Functions under ``triton.jit``, each with the names that it mentions."""
     return {
@@ -30,7 +37,9 @@ def jitted(source: str) -> dict[str, set[str]]:
 
 def test_no_kernel_is_left_out() -> None:
     launched = {r.kernel for operation in OPERATIONS for r in compiled(operation, "sm_90")}
-    for module in MODULES:
-        functions = jitted((FOLDER / f"{module}.py").read_text())
-        inner = {name for mentioned in functions.values() for name in mentioned} & functions.keys()
-        assert functions.keys() - inner <= launched, module
+    functions: dict[str, set[str]] = {}
+    for path in FOLDER.glob("*_triton.py"):
+        functions |= jitted(path.read_text())
+    inner = {name for mentioned in functions.values() for name in mentioned}
+    assert functions.keys() - inner
+    assert functions.keys() - inner <= launched
