@@ -16,6 +16,7 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@functools.cache  # asked for every gradient of a step, and reading the environment takes a microsecond
 def is_interpreted() -> bool:
     """Whether Triton's kernels run on the CPU; Triton reads the same variable when a kernel is defined."""
     return os.environ.get("TRITON_INTERPRET") == "1"

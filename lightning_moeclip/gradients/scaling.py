@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_moeclip.gradients.collectives import sum_over
 from lightning_moeclip.gradients.region_scales import BAD, NUM_FIELDS, NUM_ZEROS, SIZE, RegionScales
 from lightning_moeclip.gradients.report import LossScale
+from lightning_moeclip.kernels.grad_unpack import unscale_
 
 __all__ = ["AgreedGradScaler", "LossScaling", "ScalingSettings"]
 
@@ -193,7 +194,7 @@ class AgreedGradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Unscale region by region, so that each has a flag of its own; returns all flags by device."""
-        by_kind: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
+        by_place: dict[tuple[int, torch.device], list[Tensor]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 grad = parameter.grad
@@ -204,19 +205,17 @@ class AgreedGradScaler(torch.amp.GradScaler):
                         "A float16 gradient cannot be unscaled: what the loss scale saved would be lost again. "
                         "Write MoEClipPrecision(..., master_weights=True), or keep parameters in float32."
                     )
-                by_kind.setdefault((self._row_of(parameter), grad.device, grad.dtype), []).append(grad)
+                by_place.setdefault((self._row_of(parameter), grad.device), []).append(grad)
         table = torch.zeros(1 + len(self.scales.regions), NUM_FIELDS, dtype=torch.float64, device=found_inf.device)
         flags: dict[torch.device, Tensor] = {}
-        for (row, device, _), grads in by_kind.items():
-            flag = torch.zeros((), dtype=torch.float32, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv_scale.to(device))
+        for (row, device), grads in by_place.items():
+            found = unscale_(grads, inv_scale.to(device), counts_zeros=self.scales.is_counting)
+            flag = (found[0] > 0).float()
             table[row, BAD] += flag.to(table.device)
             flags[device] = flags[device] + flag if device in flags else flag
             if self.scales.is_counting:
-                size = sum(grad.numel() for grad in grads)
-                nonzero = torch.stack([grad.count_nonzero() for grad in grads]).sum()
-                table[row, SIZE] += size
-                table[row, NUM_ZEROS] += (size - nonzero).to(table.device)
+                table[row, NUM_ZEROS] += found[1].to(table.device)
+                table[row, SIZE] += found[2].to(table.device)
         self.scales.add_events(table)
         self._table = table
         return flags

@@ -13,17 +13,22 @@ from torch import Tensor, nn
 from lightning_moeclip.gradients.collectives import sum_over
 from lightning_moeclip.gradients.master_parameter import model_parameter
 from lightning_moeclip.gradients.report import GradStatistics, GradSums, LayerKey
+from lightning_moeclip.kernels.grad_statistics import (
+    ABSOLUTE,
+    MAXIMUM,
+    NUM_COLUMNS,
+    NUM_NONFINITE,
+    SIZE,
+    SQUARE,
+    TOTAL,
+    grad_statistics,
+)
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import SyncPlan
 from lightning_moeclip.parallel.roles import ParamRole, Towers, read_roles
 
 __all__ = ["LayerStatistics", "keys_of", "layer_keys", "sums_of"]
 
-# columns of a table of sums, in the order of GradSums without the maximum
-_NUM_SUMS = 6
-_SQUARE, _TOTAL, _ABSOLUTE = 2, 1, 3
-# elements that are in float64 at once: few enough for the cache of a core, enough to keep an accelerator busy
-_HOST_BLOCK, _DEVICE_BLOCK = 2**16, 2**22
 _CONTAINERS = {"block", "blocks", "layer", "layers", "resblocks"}
 
 
@@ -79,43 +84,44 @@ def sums_of(gradients: Iterable[tuple[LayerKey, Tensor]]) -> tuple[tuple[LayerKe
     Args:
         gradients: row and gradient of each parameter that has one.
     """
-    found: dict[LayerKey, Tensor] = {}
-    for key, gradient in gradients:
-        sums = _sums(gradient).cpu()
-        found[key] = sums if key not in found else _added(found[key], sums)
-    table = torch.stack(list(found.values())) if found else torch.zeros(0, _NUM_SUMS + 1, dtype=torch.float64)
-    return tuple(found), _as_sums(table)
+    members = list(gradients)
+    groups: dict[LayerKey, list[int]] = {}
+    for index, (key, _) in enumerate(members):
+        groups.setdefault(key, []).append(index)
+    rows = _statistics_of([gradient for _, gradient in members], torch.device("cpu"))
+    return tuple(groups), _as_sums(_added(rows, list(groups.values())))
 
 
-def _sums(gradient: Tensor) -> Tensor:
-    """[7] float64: size, sum, squares, absolutes, non-finite, zeros, and last the maximum of the absolutes.
+def _statistics_of(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """[n, NUM_COLUMNS] on ``device``; one call for all gradients of a device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for index, gradient in enumerate(gradients):
+        by_device.setdefault(gradient.device, []).append(index)
+    rows = torch.zeros(len(gradients), NUM_COLUMNS, dtype=torch.float64, device=device)
+    for members in by_device.values():
+        found = grad_statistics([gradients[index] for index in members]).to(device)
+        if len(by_device) == 1:
+            return found
+        rows[torch.tensor(members, device=device)] = found
+    return rows
 
-    Added up in float64, since variance and noise are differences of such sums.
+
+def _added(rows: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
+    """[groups, NUM_COLUMNS]: rows added up by group, in the order that is given and in few launches.
+
+    Args:
+        rows: [n, NUM_COLUMNS].
+        groups: indices of rows.
     """
-    flat = gradient.detach().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
-    block = _HOST_BLOCK * torch.get_num_threads() if flat.device.type == "cpu" else _DEVICE_BLOCK
-    rows = torch.stack([_sums_of_block(part) for part in flat.split(block)])
-    return torch.cat([rows[:, :_NUM_SUMS].sum(0), rows[:, _NUM_SUMS].amax(0, keepdim=True)])
-
-
-def _sums_of_block(block: Tensor) -> Tensor:
-    """The same, of as many elements as may be there in float64 at once."""
-    wide = block.double()
-    clean = wide.nan_to_num(0.0, 0.0, 0.0)
-    absolute = clean.abs()
-    size = torch.tensor(float(block.numel()), dtype=torch.float64, device=block.device)
-    maximum = absolute.max() if block.numel() else absolute.sum()
-    num_finite, num_nonzero = (wide == clean).count_nonzero(), block.count_nonzero()
-    sums = [clean.sum(), clean.square().sum(), absolute.sum()]
-    return torch.stack([size, *sums, size - num_finite, size - num_nonzero, maximum])
-
-
-def _added(first: Tensor, second: Tensor) -> Tensor:
-    total = first + second
-    total[..., -1] = torch.maximum(first[..., -1], second[..., -1])
-    return total
+    longest = max(map(len, groups), default=0)
+    # the last row is empty: groups are filled up with it, since ``index_add_`` has no fixed order on a GPU
+    padded = torch.cat([rows, rows.new_zeros(1, NUM_COLUMNS)])
+    filled = [[*group, *[len(rows)] * (longest - len(group))] for group in groups]
+    parts = padded[torch.tensor(filled, dtype=torch.int64, device=rows.device).view(len(groups), longest)]
+    table = parts.sum(1)
+    if longest:
+        table[:, MAXIMUM] = parts[..., MAXIMUM].amax(1)
+    return table
 
 
 def _as_sums(table: Tensor) -> GradSums:
@@ -178,7 +184,9 @@ class LayerStatistics:
         Args:
             packed: parameters of the module and their gradients divided by W, still times the loss scale.
         """
-        self._local = {id(parameter): _sums(gradient) for parameter, gradient in packed}
+        members = list(packed)
+        rows = _statistics_of([gradient for _, gradient in members], self._device)
+        self._local = {id(parameter): row for (parameter, _), row in zip(members, rows, strict=True)}
 
     @torch.no_grad()
     def publish(self, stepped: Iterable[nn.Parameter], *, loss_scale: Tensor | None) -> GradStatistics:
@@ -189,13 +197,10 @@ class LayerStatistics:
             loss_scale: 0-d, that of the backward; None where there is none.
         """
         held = {id(p): p for p in map(model_parameter, stepped) if id(p) in self._row}
-        reduced, local = self._empty(), self._empty()
-        for key, parameter in held.items():
-            if key in self._counts and parameter.grad is not None:
-                self._add(reduced, key, _sums(parameter.grad))
-        for key, sums in ({} if self._local is None else self._local).items():
-            if key in held:
-                self._add(local, key, sums)
+        counted = [(k, p.grad) for k, p in held.items() if k in self._counts and p.grad is not None]
+        rows = _statistics_of([gradient for _, gradient in counted], self._device)
+        reduced = self._by_row({key: row for (key, _), row in zip(counted, rows, strict=True)})
+        local = self._by_row({key: row for key, row in (self._local or {}).items() if key in held})
         self._rescale(local, loss_scale)
         total_local, total_reduced = self._summed(local, reduced)
         if self._local is None:
@@ -206,34 +211,35 @@ class LayerStatistics:
             self.keys, _as_sums(total_local), _as_sums(total_reduced), self._noise(total_local, total_reduced)
         )
 
-    def _empty(self) -> Tensor:
-        return torch.zeros(len(self.keys), _NUM_SUMS + 1, dtype=torch.float64, device=self._device)
-
-    def _add(self, table: Tensor, key: int, sums: Tensor) -> None:
-        row = self._row[key]
-        table[row] = _added(table[row], sums.to(table.device))
+    def _by_row(self, sums: Mapping[int, Tensor]) -> Tensor:
+        """[rows, NUM_COLUMNS]: sums by parameter added up by row."""
+        groups: list[list[int]] = [[] for _ in self.keys]
+        for index, key in enumerate(sums):
+            groups[self._row[key]].append(index)
+        empty = torch.zeros(0, NUM_COLUMNS, dtype=torch.float64, device=self._device)
+        return _added(torch.stack(list(sums.values())) if sums else empty, groups)
 
     def _summed(self, *tables: Tensor) -> list[Tensor]:
         """Tables of all ranks on the host; maxima travel in a column per rank, since the one collective is a sum."""
         world_size, rank = self._mesh.world_size, self._mesh.rank
-        shape = (len(tables), len(self.keys), _NUM_SUMS + world_size)
+        shape = (len(tables), len(self.keys), MAXIMUM + world_size)
         sent = torch.zeros(shape, dtype=torch.float64, device=self._device)
         for part, table in zip(sent, tables, strict=True):
-            part[:, :_NUM_SUMS] = table[:, :_NUM_SUMS]
-            part[:, _NUM_SUMS + rank] = table[:, -1]
+            part[:, :MAXIMUM] = table[:, :MAXIMUM]
+            part[:, MAXIMUM + rank] = table[:, MAXIMUM]
         received = sum_over(sent, self._mesh.gradient_groups["dp"]).cpu()
-        return [torch.cat([part[:, :_NUM_SUMS], part[:, _NUM_SUMS:].amax(1, keepdim=True)], dim=1) for part in received]
+        return [torch.cat([part[:, :MAXIMUM], part[:, MAXIMUM:].amax(1, keepdim=True)], dim=1) for part in received]
 
     def _rescale(self, table: Tensor, loss_scale: Tensor | None) -> None:
         scale = table.new_ones(()) if loss_scale is None else loss_scale.to(table)
         factor = self._mesh.divisor / scale
-        table[:, [_TOTAL, _ABSOLUTE, _NUM_SUMS]] *= factor
-        table[:, _SQUARE] *= factor**2
+        table[:, [TOTAL, ABSOLUTE, MAXIMUM]] *= factor
+        table[:, SQUARE] *= factor**2
 
     def _noise(self, local: Tensor, reduced: Tensor) -> Tensor:
         world_size, replicas = self._mesh.world_size, self._num_replicas
-        own = local[:, _SQUARE] * (replicas / world_size) ** 2
-        spread = (own - replicas * reduced[:, _SQUARE]).clamp(min=0.0)
+        own = local[:, SQUARE] * (replicas / world_size) ** 2
+        spread = (own - replicas * reduced[:, SQUARE]).clamp(min=0.0)
         noise = world_size / replicas * spread / (replicas - 1)
-        is_known = (replicas > 1) & (reduced[:, 0] > 0) & (local[:, 4] == 0)
+        is_known = (replicas > 1) & (reduced[:, SIZE] > 0) & (local[:, NUM_NONFINITE] == 0)
         return noise.where(is_known, torch.nan)
