@@ -1,8 +1,10 @@
 """The truths that kernels and modules are held to: plain torch, dense, in any floating dtype including float64.
 
 Legend of the shape suffixes: N samples of the global batch, D feature width; T tokens, H hidden width, E experts,
-K experts chosen per token. Written for reading, not for speed.
+K experts chosen per token, R rows (copies of tokens). Written for reading, not for speed.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -11,9 +13,13 @@ __all__ = [
     "contrastive_loss",
     "load_balance_loss",
     "moe_layer",
+    "permute",
+    "route",
     "router_logits_gradient",
     "router_z_loss",
     "sigmoid_loss",
+    "sort_by_expert",
+    "unpermute",
 ]
 
 
@@ -144,3 +150,58 @@ def load_balance_loss(logits_TE: Tensor, top_k: int) -> Tensor:
 def router_z_loss(logits_TE: Tensor) -> Tensor:
     """Mean over tokens of logsumexp(z)^2 (ST-MoE, Zoph et al. 2022, equation 5). No tokens: zero."""
     return logits_TE.logsumexp(-1).square().sum() / max(logits_TE.shape[0], 1)
+
+
+def route(logits_TE: Tensor, top_k: int, *, normalize_topk: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Weights, ids, choices per expert and their cumulative sum, one token after another.
+
+    The highest logits are chosen, a NaN first of all and the lower id among equals.
+
+    Args:
+        logits_TE: [T, E].
+        top_k: K.
+        normalize_topk: divide the weights by their sum.
+
+    Returns:
+        [T, K] differentiable; [T, K], int64; [E], int64; [E], int32.
+    """
+    num_tokens, num_experts = logits_TE.shape
+    weights_TK = logits_TE.new_zeros(num_tokens, top_k)
+    chosen_TK = torch.zeros(num_tokens, top_k, dtype=torch.int64)
+    counts_E = torch.zeros(num_experts, dtype=torch.int64)
+    for t, logits_E in enumerate(logits_TE):
+        z = [math.inf if math.isnan(value) else value for value in logits_E.tolist()]
+        is_nan = [math.isnan(value) for value in logits_E.tolist()]
+        ids = sorted(range(num_experts), key=lambda e: (not is_nan[e], -z[e], e))[:top_k]
+        w_K = logits_E.softmax(-1)[ids]
+        weights_TK[t] = w_K / w_K.sum() if normalize_topk else w_K
+        chosen_TK[t] = torch.tensor(ids)
+        for e in ids:
+            counts_E[e] += 1
+    return weights_TK, chosen_TK, counts_E, counts_E.cumsum(0).to(torch.int32)
+
+
+def sort_by_expert(chosen_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Choices in the order of their experts, each expert's in the order of the tokens: slot [T * K], row [T, K]."""
+    ids = chosen_TK.reshape(-1).tolist()
+    slots = [s for e in range(num_experts) for s, chosen in enumerate(ids) if chosen == e]
+    rows = [0] * len(ids)
+    for r, s in enumerate(slots):
+        rows[s] = r
+    return torch.tensor(slots, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64).view(chosen_TK.shape)
+
+
+def permute(x_TD: Tensor, slot_R: Tensor, top_k: int) -> Tensor:
+    """Row r is a copy of the token of choice slot[r], zeros where that is negative: [R, D]."""
+    rows = [x_TD[s // top_k] if s >= 0 else torch.zeros_like(x_TD[0]) for s in slot_R.tolist()]
+    return torch.stack(rows) if rows else x_TD.new_zeros(0, x_TD.shape[1])
+
+
+def unpermute(rows_RD: Tensor, weights_TK: Tensor, row_TK: Tensor) -> Tensor:
+    """y_t = sum over k of weights[t, k] * rows[row[t, k]], without the choices whose row is negative: [T, D]."""
+    y = [rows_RD.new_zeros(rows_RD.shape[1]) for _ in range(len(row_TK))]
+    for t, of_choices in enumerate(row_TK.tolist()):
+        for k, r in enumerate(of_choices):
+            if r >= 0:
+                y[t] = y[t] + weights_TK[t, k] * rows_RD[r]
+    return torch.stack(y) if y else rows_RD.new_zeros(0, rows_RD.shape[1])

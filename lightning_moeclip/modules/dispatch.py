@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_moeclip.kernels.permute import permute, sort_by_expert, unpermute
+from lightning_moeclip.modules.router import Routing
 from lightning_moeclip.parallel.mesh import ExpertAxis
 
 __all__ = [
@@ -33,146 +35,75 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Which token each row is a copy of, rows sorted by expert and within an expert by token.
+    """Which choice each row serves, rows sorted by expert and within an expert by token.
 
     Attributes:
-        token: [R], source token of a row; any for a blank row.
-        slot: [R], place of a row among the T * K choices; any for a blank row.
-        row: [T, K], row of a choice, the inverse of ``slot``; None when a capacity dropped some.
-        blank: rows of zeros that make all experts' rows as many; None without.
+        slot: [R], place of a row among the T * K choices; -1 for a blank row, which makes all experts' rows as many.
+        row: [T, K], row of a choice, the inverse of ``slot``; -1 for a choice that a capacity dropped.
         counts: [E], rows per expert with blank ones, int64.
+        ends: [E], the cumulative sum of ``counts``, int32.
         chosen: [E], choices per expert, int64.
-        top_k: K.
     """
 
-    token: Tensor
     slot: Tensor
-    row: Tensor | None
-    blank: Tensor | None
+    row: Tensor
     counts: Tensor
+    ends: Tensor
     chosen: Tensor
-    top_k: int
 
 
-def count_experts(chosen: Tensor, num_experts: int) -> Tensor:
-    """How often each expert occurs: [num_experts], int64, without waiting for the device as ``bincount`` does."""
-    flat = chosen.reshape(-1)
-    return torch.zeros(num_experts, dtype=torch.int64, device=chosen.device).scatter_add_(
-        0, flat, torch.ones_like(flat)
-    )
-
-
-def plan_rows(chosen_TK: Tensor, num_experts: int, *, padding_max: float = 0.0) -> RowPlan:
+def plan_rows(routing: Routing, *, padding_max: float = 0.0) -> RowPlan:
     """Sort the choices by expert, all of them.
 
     Args:
-        chosen_TK: expert ids.
-        num_experts: E.
+        routing: the choices.
         padding_max: fill up to equal rows per expert where that makes at most so many times T * K rows; CPU only, since
             the host has to know the counts.
     """
-    top_k = chosen_TK.shape[1]
-    chosen_S = chosen_TK.reshape(-1)
-    counts_E = count_experts(chosen_S, num_experts)
-    slot_S = chosen_S.argsort(stable=True)
-    row_S = torch.empty_like(slot_S)
-    place_S = torch.arange(len(slot_S), device=slot_S.device)
+    chosen_TK, counts_E, ends_E = routing.chosen, routing.counts, routing.ends
+    slot_S, row_TK = sort_by_expert(chosen_TK, ends_E)
+    num_experts = len(counts_E)
     fullest = int(counts_E.max()) if padding_max and len(slot_S) else 0
     if not 0 < fullest * num_experts <= padding_max * len(slot_S):
-        row_S[slot_S] = place_S
-        return RowPlan(slot_S // top_k, slot_S, row_S.view(-1, top_k), None, counts_E, counts_E, top_k)
-    place_S += ((torch.arange(num_experts) * fullest) - (counts_E.cumsum(0) - counts_E)).repeat_interleave(counts_E)
-    row_S[slot_S] = place_S
-    slot_R = torch.zeros(num_experts * fullest, dtype=torch.int64)
-    slot_R[place_S] = slot_S
-    is_blank_R = torch.ones(len(slot_R), dtype=torch.bool)
-    is_blank_R[place_S] = False
-    even_E = torch.full_like(counts_E, fullest)
-    return RowPlan(
-        slot_R // top_k, slot_R, row_S.view(-1, top_k), is_blank_R.nonzero().squeeze(1), even_E, counts_E, top_k
-    )
+        return RowPlan(slot_S, row_TK, counts_E, ends_E, counts_E)
+    even_ends_E = torch.arange(fullest, fullest * num_experts + 1, fullest, dtype=torch.int32)
+    row_TK += ((even_ends_E - fullest) - (ends_E - counts_E))[chosen_TK]
+    slot_R = slot_S.new_full((num_experts * fullest,), -1)
+    slot_R[row_TK.view(-1)] = torch.arange(len(slot_S))
+    return RowPlan(slot_R, row_TK, torch.full_like(counts_E, fullest), even_ends_E, counts_E)
 
 
-def plan_within_capacity(chosen_TK: Tensor, weights_TK: Tensor, num_experts: int, capacity: int) -> RowPlan:
+def plan_within_capacity(routing: Routing, capacity: int) -> RowPlan:
     """Sort the choices by expert, at most ``capacity`` each: the heaviest, the earlier token on ties."""
-    top_k = chosen_TK.shape[1]
-    chosen_S = chosen_TK.reshape(-1)
-    counts_E = count_experts(chosen_S, num_experts)
-    slot_R = _within_capacity(chosen_S, weights_TK.detach().reshape(-1), counts_E, capacity)
-    return RowPlan(slot_R // top_k, slot_R, None, None, counts_E.clamp(max=capacity), counts_E, top_k)
+    slot_R = _within_capacity(routing, capacity)
+    row_S = torch.full_like(routing.chosen, -1).view(-1)
+    row_S[slot_R] = torch.arange(len(slot_R), device=slot_R.device)
+    counts_E = routing.counts.clamp(max=capacity)
+    ends_E = counts_E.cumsum(0, dtype=torch.int32)
+    return RowPlan(slot_R, row_S.view(routing.chosen.shape), counts_E, ends_E, routing.counts)
 
 
-def _within_capacity(chosen_S: Tensor, weights_S: Tensor, counts_E: Tensor, capacity: int) -> Tensor:
-    heaviest_S = weights_S.argsort(stable=True, descending=True)
-    ranked_S = heaviest_S[chosen_S[heaviest_S].argsort(stable=True)]
-    first_E = counts_E.cumsum(0) - counts_E
+def _within_capacity(routing: Routing, capacity: int) -> Tensor:
+    chosen_S = routing.chosen.reshape(-1)
+    heaviest_S = routing.weights.detach().reshape(-1).argsort(stable=True, descending=True)
+    place_S, _ = sort_by_expert(chosen_S[heaviest_S].unsqueeze(1), routing.ends)
+    ranked_S = heaviest_S[place_S]
+    first_E = routing.ends - routing.counts
     place_S = torch.arange(len(ranked_S), device=ranked_S.device) - first_E[chosen_S[ranked_S]]
     kept_S = torch.zeros_like(chosen_S, dtype=torch.bool)
     kept_S[ranked_S[place_S < capacity]] = True
-    slot_S = chosen_S.argsort(stable=True)
+    slot_S, _ = sort_by_expert(routing.chosen, routing.ends)
     return slot_S[kept_S[slot_S]]
-
-
-class _CopyTokens(torch.autograd.Function):
-    """x[token_R]; the backward gathers a token's K rows and adds them in a fixed order, which index_add_ would not."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, plan: RowPlan) -> Tensor:
-        ctx.plan, ctx.num_tokens = plan, x_TD.shape[0]
-        return _blanked(x_TD.index_select(0, plan.token), plan)
-
-    @staticmethod
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
-        return _by_choice(grad_RD, ctx.plan, ctx.num_tokens).sum(1), None
-
-
-def _blanked(rows_RD: Tensor, plan: RowPlan) -> Tensor:
-    """Zeros in the blank rows; by filling, since zero times a NaN would spread it."""
-    return rows_RD if plan.blank is None else rows_RD.index_fill_(0, plan.blank, 0.0)
-
-
-def _by_choice(rows_RD: Tensor, plan: RowPlan, num_tokens: int) -> Tensor:
-    """Rows in the order of the choices, [T, K, D]; zeros for those that were dropped."""
-    width = rows_RD.shape[1]
-    if plan.row is not None:
-        return rows_RD.index_select(0, plan.row.view(-1)).view(num_tokens, plan.top_k, width)
-    blank_SD = rows_RD.new_zeros(num_tokens * plan.top_k, width)
-    return blank_SD.index_copy(0, plan.slot, rows_RD).view(num_tokens, plan.top_k, width)
 
 
 def copy_tokens(x_TD: Tensor, plan: RowPlan) -> Tensor:
     """One copy of each token per chosen expert, sorted by expert: [R, D]."""
-    return _CopyTokens.apply(x_TD, plan)
-
-
-class _Combine(torch.autograd.Function):
-    """y_t = sum over k of weights[t, k] * rows[row of (t, k)], in a fixed order."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, weights_TK: Tensor, plan: RowPlan) -> Tensor:
-        ctx.plan = plan
-        ctx.save_for_backward(rows_RD, weights_TK)
-        rows_TKD = _by_choice(rows_RD, plan, len(weights_TK))
-        return torch.bmm(weights_TK.unsqueeze(1), rows_TKD).squeeze(1)
-
-    @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        plan: RowPlan = ctx.plan
-        rows_RD, weights_TK = ctx.saved_tensors
-        grad_RD = _blanked(grad_TD.index_select(0, plan.token), plan)
-        grad_weights_TK = grad_rows_RD = None
-        if ctx.needs_input_grad[1]:
-            grad_weight_R = torch.linalg.vecdot(rows_RD, grad_RD)
-            grad_weights_TK = _by_choice(grad_weight_R.unsqueeze(1), plan, len(weights_TK)).squeeze(2)
-        if ctx.needs_input_grad[0]:
-            weight_R1 = weights_TK.reshape(-1).index_select(0, plan.slot).unsqueeze(1)
-            grad_rows_RD = grad_RD * weight_R1 if torch.is_grad_enabled() else grad_RD.mul_(weight_R1)
-        return grad_rows_RD, grad_weights_TK, None
+    return permute(x_TD, plan.slot, plan.row)
 
 
 def combine(rows_RD: Tensor, weights_TK: Tensor, plan: RowPlan) -> Tensor:
     """Weighted sum of the experts' outputs for each token: [T, D], in the dtype of the rows."""
-    return _Combine.apply(rows_RD, weights_TK.to(rows_RD.dtype), plan)
+    return unpermute(rows_RD, weights_TK, plan.slot, plan.row)
 
 
 class _Exchange(torch.autograd.Function):

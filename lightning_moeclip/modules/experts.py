@@ -74,11 +74,11 @@ class Segments:
     counts: list[int] | None
 
     @classmethod
-    def of(cls, counts_E: Tensor, counts: list[int] | None = None) -> "Segments":
+    def of(cls, counts_E: Tensor, counts: list[int] | None = None, *, ends: Tensor | None = None) -> "Segments":
         """Make from counts per expert; on a CPU the host's copy costs nothing and is taken."""
         if counts is None and counts_E.device.type == "cpu":
             counts = counts_E.tolist()
-        return cls(counts_E.cumsum(0).to(torch.int32), counts)
+        return cls(counts_E.cumsum(0, dtype=torch.int32) if ends is None else ends, counts)
 
     def bounds(self) -> list[tuple[int, int]]:
         """First row and end of each expert; waits for the device where the host does not know them."""

@@ -275,14 +275,14 @@ class MoE(nn.Module):
     def _plan(self, routing: Routing) -> RowPlan:
         if self.capacity_factor is None:
             is_local_cpu = self.expert_axis is None and routing.chosen.device.type == "cpu"
-            return plan_rows(routing.chosen, self.num_experts, padding_max=PADDING_MAX if is_local_cpu else 0.0)
+            return plan_rows(routing, padding_max=PADDING_MAX if is_local_cpu else 0.0)
         capacity = math.ceil(self.capacity_factor * routing.chosen.numel() / self.num_experts)
-        return plan_within_capacity(routing.chosen, routing.weights, self.num_experts, capacity)
+        return plan_within_capacity(routing, capacity)
 
     def _run_experts(self, rows_RD: Tensor, plan: RowPlan, dtype: torch.dtype) -> Tensor:
         w_in, w_out = self.w_in.to(dtype), self.w_out.to(dtype)
         if (axis := self.expert_axis) is None:
-            return expert_mlp(rows_RD, w_in, w_out, Segments.of(plan.counts), self.activation)
+            return expert_mlp(rows_RD, w_in, w_out, Segments.of(plan.counts, ends=plan.ends), self.activation)
         needs_grad = rows_RD.requires_grad or any(p.requires_grad for p in self.parameters())
         received = receive(rows_RD, plan.counts, axis, requires_grad=needs_grad)
         segments = Segments.of(torch.tensor(received.counts, device=rows_RD.device), received.counts)

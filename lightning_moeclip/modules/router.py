@@ -5,17 +5,17 @@ Shapes: T tokens, D width, E experts, K experts chosen per token.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
+from lightning_moeclip.kernels.router import Rule as RouterGradient
+from lightning_moeclip.kernels.router import route
+
 __all__ = ["OutputMean", "Router", "RouterGradient", "Routing"]
-
-RouterGradient = Literal["exact", "compensated", "dense"]
-
 
 @dataclass(frozen=True)
 class Routing:
@@ -25,11 +25,15 @@ class Routing:
         logits: [T, E], float32 at least.
         weights: [T, K], of each chosen expert, differentiable.
         chosen: [T, K], expert ids, int64, the most probable first.
+        counts: [E], choices per expert, int64.
+        ends: [E], the cumulative sum of ``counts``, int32.
     """
 
     logits: Tensor
     weights: Tensor
     chosen: Tensor
+    counts: Tensor
+    ends: Tensor
 
 
 def _at_least_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -43,20 +47,6 @@ def _at_least_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tens
         return moved
 
     return cast
-
-
-class _ScaleInactive(torch.autograd.Function):
-    """Identity whose cotangent is multiplied by E / K where the expert was not chosen."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
-        factor = logits_TE.shape[1] / chosen_TK.shape[1]
-        ctx.factor_TE = torch.full_like(logits_TE, factor).scatter_(1, chosen_TK, 1.0)
-        return logits_TE.view_as(logits_TE)
-
-    @staticmethod
-    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor, None]:
-        return grad_TE * ctx.factor_TE, None
 
 
 def check_router(num_experts: int, top_k: int, normalize_topk: bool, router_gradient: str) -> None:
@@ -125,27 +115,14 @@ class Router(nn.Module):
             x_TD: any floating dtype.
 
         Returns:
-            Logits, weights and choice.
+            Logits, weights, choice and counts.
         """
         dtype = torch.promote_types(x_TD.dtype, self.weight.dtype)
         with torch.autocast(x_TD.device.type, enabled=False):
             logits_TE = functional.linear(x_TD.to(dtype), self.weight.to(dtype))
-            chosen_TK = logits_TE.detach().topk(self.top_k, dim=-1).indices
-            return Routing(logits_TE, self._weights(logits_TE, chosen_TK), chosen_TK)
-
-    def _weights(self, logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
-        if self.gradient == "compensated":
-            logits_TE = _ScaleInactive.apply(logits_TE, chosen_TK)
-        if self.normalize_topk:
-            # p / sum of the chosen p, without the detour over the others
-            weights_TK = logits_TE.gather(1, chosen_TK).softmax(-1)
-        else:
-            weights_TK = logits_TE.softmax(-1).gather(1, chosen_TK)
-        if self.gradient == "dense":
-            # straight through: the value above, the gradient of the softmax over all experts
-            probs_TK = logits_TE.softmax(-1).gather(1, chosen_TK)
-            weights_TK = weights_TK.detach() + (probs_TK - probs_TK.detach())
-        return weights_TK
+            return Routing(
+                logits_TE, *route(logits_TE, self.top_k, normalize_topk=self.normalize_topk, gradient=self.gradient)
+            )
 
 
 class OutputMean(nn.Module):

@@ -13,42 +13,42 @@ from lightning_moeclip.modules.dispatch import (
     receive,
     send_back,
 )
+from lightning_moeclip.modules.router import Routing
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.testing import Rank, on_ranks
 
 EXPERTS, DIM = 5, 3
 
 
-def choices(num_tokens: int, top_k: int) -> torch.Tensor:
+def routing_of(chosen: torch.Tensor, weights: torch.Tensor, num_experts: int) -> Routing:
+    counts = torch.bincount(chosen.reshape(-1), minlength=num_experts)
+    return Routing(torch.empty(0), weights, chosen, counts, counts.cumsum(0, dtype=torch.int32))
+
+
+def routings(num_tokens: int, top_k: int) -> Routing:
     torch.manual_seed(num_tokens)
-    return torch.rand(num_tokens, EXPERTS).topk(top_k, dim=-1).indices
+    chosen = torch.rand(num_tokens, EXPERTS).topk(top_k, dim=-1).indices
+    return routing_of(chosen, torch.rand(num_tokens, top_k), EXPERTS)
 
 
-def plans(num_tokens: int, top_k: int) -> list[RowPlan]:
-    chosen = choices(num_tokens, top_k)
-    weights = torch.rand(num_tokens, top_k)
-    return [
-        plan_rows(chosen, EXPERTS),
-        plan_rows(chosen, EXPERTS, padding_max=10.0),
-        plan_within_capacity(chosen, weights, EXPERTS, 2),
-    ]
+def plans(routing: Routing) -> list[RowPlan]:
+    return [plan_rows(routing), plan_rows(routing, padding_max=10.0), plan_within_capacity(routing, 2)]
 
 
 @pytest.mark.parametrize(("num_tokens", "top_k"), [(0, 2), (1, 1), (6, 2), (9, 5)])
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_rows_are_sorted_by_expert_and_combine_is_the_inverse(num_tokens: int, top_k: int, which: int) -> None:
-    chosen = choices(num_tokens, top_k)
-    plan = plans(num_tokens, top_k)[which]
+    routing = routings(num_tokens, top_k)
+    chosen, plan = routing.chosen, plans(routing)[which]
     x = torch.randn(num_tokens, DIM, dtype=torch.float64)
     rows = copy_tokens(x, plan)
     expert = torch.arange(EXPERTS).repeat_interleave(plan.counts)
     assert len(rows) == len(expert)
     assert plan.chosen.tolist() == [int((chosen == e).sum()) for e in range(EXPERTS)]
-    is_blank = torch.zeros(len(rows), dtype=torch.bool)
-    if plan.blank is not None:
-        is_blank[plan.blank] = True
+    assert plan.ends.tolist() == plan.counts.cumsum(0).tolist()
+    is_blank = plan.slot < 0
     assert torch.equal(chosen.view(-1)[plan.slot[~is_blank]], expert[~is_blank])
-    assert torch.equal(rows[~is_blank], x[plan.token[~is_blank]])
+    assert torch.equal(rows[~is_blank], x[plan.slot[~is_blank] // top_k])
     assert not rows[is_blank].any()
     served = torch.zeros(num_tokens * top_k).index_fill_(0, plan.slot[~is_blank], 1.0).view(num_tokens, top_k)
     back = combine(rows, torch.ones(num_tokens, top_k, dtype=torch.float64), plan)
@@ -57,7 +57,7 @@ def test_rows_are_sorted_by_expert_and_combine_is_the_inverse(num_tokens: int, t
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_copies_and_weighted_sum_have_exact_first_and_second_derivatives(which: int) -> None:
-    plan = plans(4, 2)[which]
+    plan = plans(routings(4, 2))[which]
     x = torch.randn(4, DIM, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(4, 2, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(lambda x, w: combine(copy_tokens(x, plan).square(), w, plan), (x, weights))
@@ -66,7 +66,7 @@ def test_copies_and_weighted_sum_have_exact_first_and_second_derivatives(which: 
 
 def test_blank_rows_keep_a_nan_token_from_other_experts() -> None:
     chosen = torch.tensor([[0], [0], [1]])
-    plan = plan_rows(chosen, 2, padding_max=2.0)
+    plan = plan_rows(routing_of(chosen, torch.ones(3, 1), 2), padding_max=2.0)
     x = torch.tensor([[float("nan")], [1.0], [2.0]], requires_grad=True)
     rows = copy_tokens(x, plan)
     assert rows[2:].tolist() == [[2.0], [0.0]]
@@ -77,8 +77,9 @@ def test_blank_rows_keep_a_nan_token_from_other_experts() -> None:
 def test_capacity_keeps_the_heaviest_and_the_earlier_token_on_ties() -> None:
     chosen = torch.tensor([[0], [0], [0], [1], [0]])
     weights = torch.tensor([[0.3], [0.9], [0.5], [0.1], [0.5]])
-    plan = plan_within_capacity(chosen, weights, 3, 2)
-    assert plan.token.tolist() == [1, 2, 3]
+    plan = plan_within_capacity(routing_of(chosen, weights, 3), 2)
+    assert plan.slot.tolist() == [1, 2, 3]
+    assert plan.row.tolist() == [[-1], [0], [1], [2], [-1]]
     assert (plan.counts.tolist(), plan.chosen.tolist()) == ([2, 1, 0], [4, 1, 0])
 
 
