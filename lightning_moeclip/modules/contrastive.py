@@ -8,7 +8,6 @@ Rank r returns l_r = W/(2N) * sum over its own samples of both directions, so th
 of one process, for uneven n_r and n_r = 0 too. CLIP (Radford et al. 2021), figure 3.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,20 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import normalize as unit_rows
 
-from lightning_moeclip.modules.directions import Directions, DirectionSums, wide_dtype
+from lightning_moeclip.kernels.backend import runs_triton
+from lightning_moeclip.kernels.contrastive import check_chunk_size, clip_gradients, clip_statistics
+from lightning_moeclip.kernels.contrastive_tiles import logit_dtype
+from lightning_moeclip.modules.cotangents import full_precision, narrowed, once_differentiable, scale_gradient
+from lightning_moeclip.modules.directions import Directions, DirectionSums
 from lightning_moeclip.modules.global_batch import (
     GlobalBatch,
     gather_rows,
     meet,
     reduce_logsumexp,
-)
-from lightning_moeclip.modules.tiles import (
-    Tile,
-    check_chunk_size,
-    feature_gradients,
-    full_precision,
-    once_differentiable,
-    tiles,
+    sum_to_owners,
 )
 from lightning_moeclip.parallel import ledger
 
@@ -108,8 +104,13 @@ def check_scalar(name: str, value: Tensor) -> None:
 
 
 def widened(image: Tensor, text: Tensor, *, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Features in the dtype that logits are computed in: float32 at least, float64 if any is."""
-    dtype = torch.promote_types(torch.promote_types(image.dtype, text.dtype), torch.float32)
+    """Features in the dtype that logits are computed in: float32 at least, float64 if any is.
+
+    Where kernels take narrow features into exact products, and sum those in float32, they stay narrow.
+    """
+    if not normalize and image.dtype is text.dtype and runs_triton(image):
+        return image, text
+    dtype = logit_dtype(image, text)
     image, text = image.to(dtype), text.to(dtype)
     return (unit_rows(image, dim=-1), unit_rows(text, dim=-1)) if normalize else (image, text)
 
@@ -137,95 +138,48 @@ class _Contrastive(torch.autograd.Function):
     ) -> Tensor:
         with full_precision(image):
             text_all = gather_rows(text, batch)
-            scale = log_scale.to(image.dtype).exp()
-            by_row = image.new_full((len(image),), -torch.inf, dtype=wide_dtype(image))
-            by_column = by_row.new_full((batch.total,), -torch.inf)
-            positives = torch.empty_like(by_row)
-            for tile in tiles(scale * image, text_all, batch, chunk_size):
-                # from the product and not from the features, so that a loss near 0 is not the noise of two roundings
-                positives[tile.pairs] = tile.diagonal(tile.logits).to(positives.dtype)
-                _add_logsumexp(by_row[tile.rows], tile.logits, 1, tile.scratch)
-                _add_logsumexp(by_column[tile.columns], tile.logits, 0, tile.scratch)
+            scale = log_scale.to(logit_dtype(image)).exp()
+            by_row, by_column, positives = clip_statistics(
+                image, text_all, scale, offset=batch.offset, chunk_size=chunk_size
+            )
             by_own_column = reduce_logsumexp(by_column, batch)
             ctx.save_for_backward(image, text_all, log_scale, by_row, by_own_column)
             ctx.batch, ctx.chunk_size, ctx.directions = batch, chunk_size, directions
             total = (by_row - positives).sum() + (by_own_column - positives).sum()
-            return (batch.world_size / (2 * batch.total) * total).to(image.dtype)
+            return (batch.world_size / (2 * batch.total) * total).to(scale.dtype)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         image, text_all, log_scale, by_row, by_own_column = ctx.saved_tensors
+        batch: GlobalBatch = ctx.batch
         needs_image, _, needs_scale, *_ = ctx.needs_input_grad
         with full_precision(image), torch.no_grad():
-            gradient = _LogitGradient.build(upstream, by_row, by_own_column, image.dtype, ctx.batch)
-            found = feature_gradients(
+            # W/(2N) times the upstream factor: it differs where ranks scale their losses differently
+            factor = upstream.to(by_row.dtype) * (batch.world_size / (2 * batch.total))
+            columns = gather_rows(torch.stack([by_own_column, factor.expand_as(by_own_column)], dim=1), batch)
+            by_column, column_factor = columns.unbind(1)
+            found = clip_gradients(
                 image,
                 text_all,
-                log_scale,
-                ctx.batch,
-                ctx.chunk_size,
-                gradient.of,
-                needs_image=needs_image,
-                needs_scale=needs_scale,
-                half_gradient=gradient.image_half_of if ctx.batch.wants_directions else None,
+                log_scale.to(logit_dtype(image)).exp(),
+                by_row,
+                by_column,
+                factor,
+                column_factor,
+                offset=batch.offset,
+                chunk_size=ctx.chunk_size,
+                needs_image=needs_image or (needs_scale and not batch.wants_text),
+                needs_text=batch.wants_text,
+                needs_halves=batch.wants_directions,
             )
+            sides = ((image, found.image), (text_all, found.text))
+            scale_grad = scale_gradient(log_scale, *sides) if needs_scale else None
+            text = None if found.text is None else sum_to_owners(found.text, batch)
+            # in a collective of its own: a longer one may add up in another order, and asking must not change a bit
+            text_half = None if found.text_half is None else sum_to_owners(found.text_half, batch)
             if ctx.directions is not None:
-                rows = (image, text_all[ctx.batch.own])
-                ctx.directions.add(found.half, (found.image, found.text), rows=rows, is_opposed=False)
-            grads = (found.image, found.text, found.log_scale)
+                rows = (image, text_all[batch.own])
+                half = (found.image_half, text_half)
+                ctx.directions.add(half, (found.image, text), rows=rows, is_opposed=False)
+            grads = (narrowed(found.image, image), narrowed(text, text_all), scale_grad)
         return *once_differentiable(grads, image, text_all, log_scale, upstream), None, None, None
-
-
-def _add_logsumexp(total: Tensor, logits: Tensor, dim: int, scratch: Tensor) -> None:
-    """Take the log-sum-exp of ``logits`` over ``dim`` into the running ``total``, in place.
-
-    Each tile is shifted by its own maximum: exp(100) overflows float32.
-    """
-    top = logits.amax(dim, keepdim=True)
-    torch.sub(logits, top, out=scratch).exp_()
-    tile = top.squeeze(dim).to(total.dtype) + scratch.sum(dim).to(total.dtype).log_()
-    torch.logaddexp(total, tile, out=total)
-
-
-@dataclass(frozen=True)
-class _LogitGradient:
-    """G_ij = a (p_ij - d_ij) + b_j (q_ij - d_ij), with p = softmax over a row and q over a column.
-
-    a and b_j are W/(2N) times the upstream factor of the rank that owns row i, and column j: they differ where ranks
-    scale their losses differently. A log-sum-exp near 100 is rounded by 4e-6 in float32; what the rounding took
-    away goes into the weights, which are multiplied anyway.
-    """
-
-    row_shift: Tensor
-    row_weight: Tensor
-    column_shift: Tensor
-    column_weight: Tensor
-    pair_weight: Tensor
-
-    @classmethod
-    def build(
-        cls, upstream: Tensor, by_row: Tensor, by_own_column: Tensor, dtype: torch.dtype, batch: GlobalBatch
-    ) -> "_LogitGradient":
-        """Gather what the columns of other ranks need: their log-sum-exps and upstream factors. A collective."""
-        factor = upstream.to(by_row.dtype) * (batch.world_size / (2 * batch.total))
-        columns = gather_rows(torch.stack([by_own_column, factor.expand_as(by_own_column)], dim=1), batch)
-        by_column, column_factor = columns.unbind(1)
-        row_shift, column_shift = by_row.to(dtype), by_column.to(dtype)
-        row_weight = (factor * (row_shift - by_row).exp()).to(dtype)
-        column_weight = (column_factor * (column_shift - by_column).exp()).to(dtype)
-        return cls(row_shift[:, None], row_weight[:, None], column_shift, column_weight, (2 * factor).to(dtype))
-
-    def of(self, tile: Tile) -> Tensor:
-        """The gradient of a tile's logits, in the tile's own memory."""
-        gradient = torch.sub(tile.logits, self.column_shift[tile.columns], out=tile.scratch).exp_()
-        gradient.mul_(self.column_weight[tile.columns])
-        by_row = tile.logits.sub_(self.row_shift[tile.rows]).exp_()
-        gradient.addcmul_(by_row, self.row_weight[tile.rows])
-        tile.diagonal(gradient).sub_(self.pair_weight)
-        return gradient
-
-    def image_half_of(self, tile: Tile) -> Tensor:
-        """The part a (p_ij - d_ij), which looks for texts of images, of a tile that ``of`` has had; in its memory."""
-        by_row = tile.logits.mul_(self.row_weight[tile.rows])
-        tile.diagonal(by_row).sub_(self.pair_weight / 2)
-        return by_row

@@ -10,15 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["DirectionSums", "Directions", "wide_dtype"]
+from lightning_moeclip.kernels.contrastive_tiles import wide_dtype
+
+__all__ = ["DirectionSums", "Directions"]
 
 Pair = tuple[Tensor | None, Tensor | None]
 _SHORTEST = 1e-12  # the eps of torch.nn.functional.normalize
-
-
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of log-sum-exps and sums: O(N) numbers, so float64 costs nothing where it exists."""
-    return x.dtype if x.device.type == "mps" else torch.float64
 
 
 class DirectionSums:

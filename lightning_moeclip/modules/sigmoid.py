@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
+from lightning_moeclip.kernels.contrastive import sigmoid_gradients, sigmoid_statistics
+from lightning_moeclip.kernels.contrastive_tiles import logit_dtype
 from lightning_moeclip.modules.contrastive import anchored, check_scalar, widened
-from lightning_moeclip.modules.directions import Directions, DirectionSums, wide_dtype
-from lightning_moeclip.modules.global_batch import GlobalBatch, gather_rows, meet
-from lightning_moeclip.modules.tiles import Tile, feature_gradients, full_precision, once_differentiable, tiles
+from lightning_moeclip.modules.cotangents import full_precision, narrowed, once_differentiable, scale_gradient
+from lightning_moeclip.modules.directions import Directions, DirectionSums
+from lightning_moeclip.modules.global_batch import GlobalBatch, gather_rows, meet, sum_to_owners
 from lightning_moeclip.parallel import ledger
 
 __all__ = ["global_sigmoid_loss"]
@@ -73,14 +74,12 @@ class _Sigmoid(torch.autograd.Function):
     ) -> Tensor:
         with full_precision(image):
             text_all = gather_rows(text, batch)
-            scale, shift = log_scale.to(image.dtype).exp(), bias.to(image.dtype)
-            total = image.new_zeros((), dtype=wide_dtype(image))
-            for tile in tiles(scale * image, text_all, batch, chunk_size):
-                _signed(tile, shift).neg_()
-                total -= logsigmoid(tile.logits).sum()
+            dtype = logit_dtype(image)
+            scale, shift = log_scale.to(dtype).exp(), bias.to(dtype)
+            total = sigmoid_statistics(image, text_all, scale, shift, offset=batch.offset, chunk_size=chunk_size)
             ctx.save_for_backward(image, text_all, log_scale, bias)
             ctx.batch, ctx.chunk_size, ctx.directions = batch, chunk_size, directions
-            return (batch.world_size / batch.total * total).to(image.dtype)
+            return (batch.world_size / batch.total * total).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -88,47 +87,29 @@ class _Sigmoid(torch.autograd.Function):
         batch: GlobalBatch = ctx.batch
         needs_image, _, needs_scale, needs_bias, *_ = ctx.needs_input_grad
         with full_precision(image), torch.no_grad():
-            shift = bias.to(image.dtype)
-            factor = upstream.to(image.dtype) * (batch.world_size / batch.total)
-            bias_grad = image.new_zeros((), dtype=wide_dtype(image))
-            pull = None if ctx.directions is None else image.new_zeros(len(image))
-
-            def logit_gradient(tile: Tile) -> Tensor:
-                gradient = _signed(tile, shift).sigmoid_()
-                tile.diagonal(gradient).neg_()
-                gradient.mul_(factor)
-                if needs_bias:
-                    bias_grad.add_(gradient.sum())
-                if pull is not None:
-                    pull[tile.pairs] = tile.diagonal(gradient)
-                return gradient
-
-            found = feature_gradients(
+            dtype = logit_dtype(image)
+            scale = log_scale.to(dtype).exp()
+            found = sigmoid_gradients(
                 image,
                 text_all,
-                log_scale,
-                batch,
-                ctx.chunk_size,
-                logit_gradient,
-                needs_image=needs_image,
-                needs_scale=needs_scale,
+                scale,
+                bias.to(dtype),
+                upstream.to(dtype) * (batch.world_size / batch.total),
+                offset=batch.offset,
+                chunk_size=ctx.chunk_size,
+                needs_image=needs_image or (needs_scale and not batch.wants_text),
+                needs_text=batch.wants_text,
+                needs_bias=needs_bias,
+                needs_pull=ctx.directions is not None,
             )
-            if pull is not None:
-                weight = (pull * log_scale.to(image.dtype).exp())[:, None]
+            sides = ((image, found.image), (text_all, found.text))
+            scale_grad = scale_gradient(log_scale, *sides) if needs_scale else None
+            text = None if found.text is None else sum_to_owners(found.text, batch)
+            if found.pull is not None:
+                weight = (found.pull * scale)[:, None]
                 rows = (image, text_all[batch.own])
                 half = (weight * rows[1], weight * rows[0])
-                ctx.directions.add(half, (found.image, found.text), rows=rows, is_opposed=True)
-            grads = (
-                found.image,
-                found.text,
-                found.log_scale,
-                bias_grad.to(bias.dtype).view_as(bias) if needs_bias else None,
-            )
+                ctx.directions.add(half, (found.image, text), rows=rows, is_opposed=True)
+            bias_grad = None if found.bias is None else found.bias.to(bias.dtype).view_as(bias)
+            grads = (narrowed(found.image, image), narrowed(text, text_all), scale_grad, bias_grad)
         return *once_differentiable(grads, image, text_all, log_scale, bias, upstream), None, None, None
-
-
-def _signed(tile: Tile, shift: Tensor) -> Tensor:
-    """-y_ij z_ij in the tile's own memory; signs are turned before and after, so nothing cancels near 0 loss."""
-    logits = tile.logits.add_(shift)
-    tile.diagonal(logits).neg_()
-    return logits

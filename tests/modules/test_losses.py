@@ -5,11 +5,11 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_moeclip.kernels import reference
+from lightning_moeclip.kernels import contrastive_tiles, reference
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from lightning_moeclip.modules import ContrastiveLoss, SigmoidLoss, contrastive_loss, tiles
+from lightning_moeclip.modules import ContrastiveLoss, SigmoidLoss, contrastive_loss
 from lightning_moeclip.modules.sigmoid import global_sigmoid_loss
 from lightning_moeclip.parallel import ledger
 from lightning_moeclip.testing import Rank, on_ranks
@@ -89,7 +89,7 @@ def noncontiguous(x: Tensor) -> Tensor:
 
 
 def run(rank: Rank, kind: str, rows: tuple[int, ...], how: str, chunk_size: int) -> list[Tensor]:
-    tiles._CPU_NUMEL = 4 if how == "rows" else 2**23  # a process of this test alone
+    contrastive_tiles._CPU_NUMEL = 4 if how == "rows" else 2**23  # a process of this test alone
     image, text = (x[own_rows(rank, rows)].clone().requires_grad_() for x in features(sum(rows)))
     scale, bias = scalars()
     given = [noncontiguous(x) for x in (image, text)] if how == "noncontiguous" else [image, text]
