@@ -7,6 +7,9 @@ No atomics: the same numbers every time. A complex tensor is walked as twice as 
 Legend: a name ending in _S is one number per element of a step of the walk, _T one per element of the ragged tail.
 """
 
+# the types of a kernel's arguments are those of its launch
+# mypy: disable-error-code="no-untyped-def"
+
 from typing import NamedTuple
 
 import torch

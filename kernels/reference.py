@@ -11,9 +11,13 @@ from torch import Tensor
 
 __all__ = [
     "contrastive_loss",
+    "gradient_sums",
     "load_balance_loss",
+    "mate_sums",
     "moe_layer",
+    "packed_gradient",
     "permute",
+    "residual_sums",
     "route",
     "router_logits_gradient",
     "router_z_loss",
@@ -205,3 +209,40 @@ def unpermute(rows_RD: Tensor, weights_TK: Tensor, row_TK: Tensor) -> Tensor:
             if r >= 0:
                 y[t] = y[t] + weights_TK[t, k] * rows_RD[r]
     return torch.stack(y) if y else rows_RD.new_zeros(0, rows_RD.shape[1])
+
+
+def packed_gradient(gradient: Tensor, factor: Tensor, *, before: Tensor | None = None) -> Tensor:
+    """Before + factor * gradient, not rounded: [shape of the gradient], float64 or complex128."""
+    wide = torch.promote_types(gradient.dtype, torch.float64)
+    product = gradient.to(wide) * factor.to(torch.float64)
+    return product if before is None else before.to(wide) + product
+
+
+def gradient_sums(gradient: Tensor) -> Tensor:
+    """[7], float64: size, sum, squares, absolutes, non-finite, zeros and largest absolute of what is finite."""
+    values = _reals(gradient)
+    finite = values[values.isfinite()]
+    counts = [float(len(values)), float(len(values) - len(finite)), float((values == 0).sum())]
+    size, num_nonfinite, num_zeros = (values.new_tensor(count) for count in counts)
+    sums = [finite.sum(), finite.square().sum(), finite.abs().sum()]
+    largest = finite.abs().max() if len(finite) else values.new_zeros(())
+    return torch.stack([size, *sums, num_nonfinite, num_zeros, largest])
+
+
+def mate_sums(place: Tensor, mate: Tensor) -> Tensor:
+    """[2], float64: dot product over what is finite in both, and the square of the mate."""
+    own, other = _reals(place), _reals(mate)
+    is_known = own.isfinite() & other.isfinite()
+    return torch.stack([(own * other)[is_known].sum(), other[other.isfinite()].square().sum()])
+
+
+def residual_sums(source: Tensor, before: Tensor) -> Tensor:
+    """[2], float64: sums of |before - source| and of |before| over what is finite."""
+    difference, own = _reals(before) - _reals(source), _reals(before)
+    return torch.stack([difference[difference.isfinite()].abs().sum(), own[own.isfinite()].abs().sum()])
+
+
+def _reals(tensor: Tensor) -> Tensor:
+    """Elements in the order of their indices, in float64; a complex one is two."""
+    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return values.reshape(-1).double()

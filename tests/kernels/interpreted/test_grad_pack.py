@@ -1,0 +1,188 @@
+"""The Triton source of packing and of sums, interpreted, against float64.
+
+A program takes milliseconds here: tensors are of the sizes at which something changes. 1024 elements are a step of the
+walk, 8192 a chunk, 16 the run below which loads are single.
+"""
+
+import math
+
+import pytest
+import torch
+from lightning_moeclip.kernels import grad_triton, reference
+from lightning_moeclip.kernels.grad_pack import grad_pack
+from lightning_moeclip.kernels.grad_statistics import NUM_COLUMNS, grad_statistics
+from lightning_moeclip.kernels.grad_triton import PackPlan
+from torch import Tensor
+
+from tests.kernels.test_grad_pack import bucket_of, factors_of
+from tests.kernels.test_grad_statistics import assert_sums, noise
+
+SHAPES = [(0,), (1,), (), (15,), (33, 65), (8192 + 17,)]
+FACTORS = [0.5, 1.0 / 3.0, 1e-3, 1.0, 0.7, 1.0 / 7.0]
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+PAIRS = [
+    (FP32, FP32),
+    (BF16, BF16),
+    (FP16, FP16),
+    (BF16, FP32),
+    (FP32, FP16),
+    (FP64, FP64),
+    (torch.complex64, torch.complex64),
+]
+
+
+def assert_packed(places: list[Tensor], gradients: list[Tensor], factors: list[Tensor]) -> None:
+    """Rounded once; to bfloat16 the interpreter cuts off instead, which is less than one unit in the last place."""
+    for place, gradient, factor in zip(places, gradients, factors, strict=True):
+        exact = reference.packed_gradient(gradient, factor).to(torch.promote_types(gradient.dtype, FP32))
+        if place.dtype is BF16:
+            assert ((place - exact).abs() <= torch.finfo(BF16).eps * exact.abs()).all()
+        else:
+            assert torch.equal(place, exact.to(place.dtype))
+
+
+@pytest.mark.parametrize(("source", "place"), PAIRS)
+def test_places_hold_the_product_and_their_sums(source: torch.dtype, place: torch.dtype) -> None:
+    gradients = [noise(*shape, dtype=source, seed=seed) for seed, shape in enumerate(SHAPES)]
+    gradients[4][::3] = 0
+    factors = factors_of(FACTORS, source)
+    # the parts of a bucket start anywhere: aligned ones and others
+    flat, places = bucket_of(gradients, place)
+    found = grad_pack(gradients, places, factors, with_statistics=True)
+    assert found is not None
+    assert not flat.isnan().any()
+    assert_packed(places, gradients, factors)
+    assert_sums(found, places)
+    again = grad_pack(gradients, places, factors, with_statistics=True)
+    assert again is not None
+    assert again.equal(found)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_what_is_added_is_as_near_to_float64_as_by_plain_torch(dtype: torch.dtype) -> None:
+    gradients = [noise(2000, dtype=dtype), noise(3, dtype=dtype)]
+    before = [noise(2000, dtype=FP32, seed=1), noise(3, dtype=FP32, seed=1)]
+    factors, places = factors_of([0.3, 0.7], dtype), [tensor.clone() for tensor in before]
+    assert grad_pack(gradients, places, factors, accumulates=True) is None
+    for gradient, factor, place, old in zip(gradients, factors, places, before, strict=True):
+        exact = reference.packed_gradient(gradient, factor, before=old)
+        plain = old + gradient.float() * factor
+        assert (place - exact).abs().sum() <= 2 * (plain - exact).abs().sum()
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy, which computes here
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
+def test_nonfinite_elements_are_written_through_and_in_no_sum(dtype: torch.dtype) -> None:
+    gradient = noise(8192 + 20, dtype=dtype)
+    # in a chunk, in its last elements and in the tail of the last chunk
+    gradient[[0, 5, 8191, 8211]] = torch.tensor([math.nan, math.inf, -math.inf, math.nan], dtype=dtype)
+    place = torch.zeros_like(gradient)
+    found = grad_pack([gradient], [place], [torch.tensor(0.5)], with_statistics=True)
+    assert found is not None
+    assert place[[5, 8191]].tolist() == [math.inf, -math.inf]
+    assert place[[0, 8211]].isnan().all()
+    assert found.isfinite().all()
+    assert found[0, 4] == 4
+    assert_sums(found, [place])
+
+
+def test_tensors_of_other_layouts_lie_where_their_indices_say() -> None:
+    wave = noise(6, 5, dtype=torch.complex64)
+    gradients = [noise(5, 7).T, noise(3, 1).expand(3, 4), wave.conj(), noise(8, 6)[:, ::2], noise(40)[1:]]
+    places = [
+        torch.zeros(7, 5),
+        torch.zeros(4, 3).T,
+        torch.zeros_like(wave),
+        torch.zeros(8, 6)[:, ::2],
+        torch.zeros(39),
+    ]
+    factors = [torch.tensor(2.0)] * 5
+    found = grad_pack(gradients, places, factors, with_statistics=True)
+    assert found is not None
+    assert all(torch.equal(place, 2 * gradient) for place, gradient in zip(places, gradients, strict=True))
+    assert_sums(found, places)
+    assert_sums(grad_statistics(gradients), gradients)
+    own = [tensor.clone() for tensor in gradients[:1]] + [noise(4, 6)[:, ::2], wave.conj()]
+    wanted = [2 * tensor for tensor in own]
+    grad_pack(own, own, factors[:3])
+    assert all(torch.equal(tensor, value) for tensor, value in zip(own, wanted, strict=True))
+
+
+def test_mates_have_their_dot_product_and_square() -> None:
+    gradients = [noise(70, 30), noise(5), noise(6, dtype=BF16), noise(4, dtype=torch.complex64), noise(8, 2).T]
+    mates = [noise(70, 30, seed=1), None, noise(6, dtype=BF16, seed=1), gradients[3].conj(), noise(2, 8)]
+    gradients[0][3, 1], mates[0][2, 0] = math.inf, math.nan
+    places = [torch.empty_like(gradient) for gradient in gradients]
+    found = grad_pack(gradients, places, [torch.tensor(0.7)] * 5, with_statistics=True, mates=mates)
+    assert found is not None
+    assert_sums(found[:, :NUM_COLUMNS], places)
+    for row, place, mate in zip(found, places, mates, strict=True):
+        wanted = torch.zeros(2) if mate is None else reference.mate_sums(place, mate)
+        torch.testing.assert_close(row[NUM_COLUMNS:], wanted.double(), rtol=1e-13, atol=1e-13)
+
+
+def test_a_tensor_of_many_chunks_is_folded_whole() -> None:
+    """More rows than the fold takes at once."""
+    rows = torch.ones(600, 8, dtype=FP64)
+    rows[:, 0], rows[599, 6], rows[:, 7] = torch.arange(600), 5.0, 0.0
+    table = torch.full((2, NUM_COLUMNS), math.nan, dtype=FP64)
+    grad_triton.fold(grad_triton.Options(with_sums=True), rows, torch.tensor([0, 0, 600], dtype=torch.int32), table)
+    assert table.tolist() == [[0.0] * 7, [599 * 300.0, 600.0, 600.0, 600.0, 600.0, 600.0, 5.0]]
+
+
+def test_a_layout_that_was_seen_before_reads_the_new_addresses_and_factors() -> None:
+    for seed in range(3):
+        gradients = [noise(40, seed=seed), noise(3, seed=seed)]
+        places = [torch.zeros(40), torch.zeros(3)]
+        factors = factors_of([0.5 + seed, 0.3 * seed], FP32)
+        found = grad_pack(gradients, places, factors, with_statistics=True)
+        assert found is not None
+        assert_packed(places, gradients, factors)
+        assert_sums(found, places)
+
+
+def test_layouts_that_are_kept_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grad_triton, "_walks", {})
+    monkeypatch.setattr(grad_triton, "_MAX_LAYOUTS", 2)
+    for size in (1, 2, 1, 3):
+        grad_statistics([torch.ones(size)])
+    # the least recently used one went
+    assert [key[0] for key in grad_triton._walks] == [(1,), (3,)]
+
+
+def test_a_plan_writes_to_its_places_what_was_loaded_last() -> None:
+    flat = torch.zeros(200)
+    places = [flat[:64].view(8, 8), flat[64:65], flat[65:65], flat[65:]]
+    plan = PackPlan(places, dtypes=[FP32, BF16, FP32, FP32], with_statistics=True, with_mates=True)
+    table = plan.table
+    for seed in range(2):
+        # of other strides, and at an address that is not aligned as its place is
+        gradients = [noise(8, 8, seed=seed).T, noise(1, dtype=BF16), torch.zeros(0), noise(136, seed=seed)[1:]]
+        mates = [noise(8, 8, seed=9), None, None, noise(135, seed=9)]
+        factors = factors_of([0.5, 0.25, 1.0, 0.3 + seed], FP32)
+        plan.load(gradients, factors, mates=mates if seed == 0 else None)
+        for _ in range(2):
+            flat.fill_(math.nan)
+            assert plan.launch() is table
+            assert not flat.isnan().any()
+            assert_packed(places, gradients, factors)
+            assert table is not None
+            assert_sums(table[:, :NUM_COLUMNS], places)
+        wanted = [
+            reference.mate_sums(p, m) if m is not None and seed == 0 else torch.zeros(2)
+            for p, m in zip(places, mates, strict=True)
+        ]
+        torch.testing.assert_close(table[:, NUM_COLUMNS:], torch.stack(wanted).double(), rtol=1e-13, atol=1e-13)
+    plan.release()
+
+
+def test_a_plan_refuses_what_it_was_not_laid_out_for() -> None:
+    plan = PackPlan([torch.zeros(3)])
+    with pytest.raises(AssertionError, match="of the dtype that was laid out"):
+        plan.load([torch.zeros(3, dtype=BF16)], factors_of([1.0], FP32))
+    with pytest.raises(AssertionError, match="of the dtype that was laid out"):
+        plan.load([torch.zeros(3)], factors_of([1.0], FP64))
+    with pytest.raises(AssertionError, match="places fill memory without holes"):
+        PackPlan([torch.zeros(4, 4)[:, ::2]])
+    with pytest.raises(AssertionError, match="mates are for the statistics"):
+        PackPlan([torch.zeros(3)], with_mates=True)
