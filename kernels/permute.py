@@ -5,12 +5,12 @@ tables tell which choice a row serves and which row serves a choice: ``slot_R``,
 for a choice that was dropped. Each is the inverse of the other, and neither may name the same place twice.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from lightning_moeclip.kernels.backend import runs_triton
+from torch import Tensor
 
 __all__ = ["permute", "sort_by_expert", "unpermute"]
 
@@ -45,13 +45,15 @@ def sort_by_expert(chosen_TK: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
     return call(chosen_TK, ends_E)
 
 
-def permute(x_TD: Tensor, slot_R: Tensor, row_TK: Tensor) -> Tensor:
+def permute(x_TD: Tensor, slot_R: Tensor, row_TK: Tensor, *, has_blanks: bool = True, has_drops: bool = True) -> Tensor:
     """A copy of its token for each row, zeros for a blank one; the backward adds a token's rows in a fixed order.
 
     Args:
         x_TD: [T, D], any floating dtype.
         slot_R: [R], int64.
         row_TK: [T, K], int64.
+        has_blanks: whether ``slot`` may hold -1; False spares the search.
+        has_drops: the same of ``row``.
 
     Returns:
         [R, D], differentiable, in the dtype of ``x``.
@@ -66,10 +68,18 @@ def permute(x_TD: Tensor, slot_R: Tensor, row_TK: Tensor) -> Tensor:
             f"permute got {x_TD.shape[0]} tokens and rows for {row_TK.shape[0]}: row_TK must have one line per token."
         )
     call = torch.ops.moeclip.permute if torch.compiler.is_compiling() else _Permute.apply
-    return call(x_TD, slot_R, row_TK)
+    return call(x_TD, slot_R, row_TK, has_blanks, has_drops)
 
 
-def unpermute(rows_RD: Tensor, weights_TK: Tensor, slot_R: Tensor, row_TK: Tensor) -> Tensor:
+def unpermute(
+    rows_RD: Tensor,
+    weights_TK: Tensor,
+    slot_R: Tensor,
+    row_TK: Tensor,
+    *,
+    has_blanks: bool = True,
+    has_drops: bool = True,
+) -> Tensor:
     """y_t = sum over k of weights[t, k] * rows[row[t, k]], in a fixed order; dropped choices add nothing.
 
     Args:
@@ -77,6 +87,8 @@ def unpermute(rows_RD: Tensor, weights_TK: Tensor, slot_R: Tensor, row_TK: Tenso
         weights_TK: [T, K], any floating dtype.
         slot_R: [R], int64.
         row_TK: [T, K], int64.
+        has_blanks: whether ``slot`` may hold -1; False spares the search.
+        has_drops: the same of ``row``.
 
     Returns:
         [T, D], differentiable in rows and weights, in the dtype of the rows.
@@ -94,7 +106,7 @@ def unpermute(rows_RD: Tensor, weights_TK: Tensor, slot_R: Tensor, row_TK: Tenso
             f"{tuple(weights_TK.shape)} with row_TK {tuple(row_TK.shape)}: one slot per row, one weight per choice."
         )
     call = torch.ops.moeclip.unpermute if torch.compiler.is_compiling() else _Unpermute.apply
-    return call(rows_RD, weights_TK, slot_R, row_TK)
+    return call(rows_RD, weights_TK, slot_R, row_TK, has_blanks, has_drops)
 
 
 def _check(name: str, x: Tensor, slot_R: Tensor, row_TK: Tensor) -> None:
@@ -122,22 +134,26 @@ def _sort_by_expert(chosen_TK: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
 
         return permute_triton.sort_by_expert(chosen_TK, ends_E)
     slot_S = chosen_TK.reshape(-1).argsort(stable=True)
-    row_S = torch.empty_like(slot_S)
-    row_S[slot_S] = torch.arange(len(slot_S), device=slot_S.device)
-    return slot_S, row_S.view(chosen_TK.shape)
+    place_S = torch.arange(slot_S.shape[0], device=slot_S.device)
+    return slot_S, torch.empty_like(slot_S).scatter_(0, slot_S, place_S).view(chosen_TK.shape)
 
 
-def _take(values_ND: Tensor, index_M: Tensor) -> Tensor:
-    """values[index], and zeros where the index is negative: by filling, since zero times a NaN would spread it."""
-    if not len(values_ND):
-        return values_ND.new_zeros(len(index_M), *values_ND.shape[1:])
-    if index_M.device.type != "cpu":
-        taken_MD = values_ND.index_select(0, index_M.clamp(min=0))
-        return taken_MD.masked_fill_((index_M < 0).view(-1, *[1] * (values_ND.dim() - 1)), 0.0)
-    missing = (index_M < 0).nonzero().view(-1)
-    if not len(missing):
+def _fill_(values_ND: Tensor, index_N: Tensor) -> Tensor:
+    """Zeros where the index is negative; by filling, since zero times a NaN would spread it."""
+    is_missing_N = index_N < 0
+    if index_N.is_cpu:
+        return values_ND.index_fill_(0, is_missing_N.nonzero().view(-1), 0.0)
+    # nonzero would wait for the device
+    return values_ND.masked_fill_(is_missing_N.view(-1, *[1] * (values_ND.dim() - 1)), 0.0)
+
+
+def _take(values_ND: Tensor, index_M: Tensor, has_gaps: bool) -> Tensor:
+    """values[index], and zeros where the index is negative."""
+    if not has_gaps:
         return values_ND.index_select(0, index_M)
-    return values_ND.index_select(0, index_M.clamp(min=0)).index_fill_(0, missing, 0.0)
+    if not values_ND.shape[0]:
+        return values_ND.new_zeros(index_M.shape[0], *values_ND.shape[1:])
+    return _fill_(values_ND.index_select(0, index_M.clamp(min=0)), index_M)
 
 
 def _token(slot_R: Tensor, top_k: int) -> Tensor:
@@ -145,112 +161,127 @@ def _token(slot_R: Tensor, top_k: int) -> Tensor:
     return slot_R.div(top_k, rounding_mode="floor") if top_k > 1 else slot_R
 
 
-def _permute(x_TD: Tensor, slot_R: Tensor, row_TK: Tensor) -> Tensor:
+def _by_choice(rows_RD: Tensor, row_TK: Tensor, has_drops: bool) -> Tensor:
+    """Rows in the order of the choices, [T, K, D], or what there is one of for each row, [T, K]."""
+    return _take(rows_RD, row_TK.reshape(-1), has_drops).view(*row_TK.shape, *rows_RD.shape[1:])
+
+
+def _permute(x_TD: Tensor, slot_R: Tensor, row_TK: Tensor, has_blanks: bool, has_drops: bool) -> Tensor:
     if _runs_triton(x_TD):
         from lightning_moeclip.kernels import permute_triton
 
-        return permute_triton.permute(x_TD, slot_R, row_TK)
-    return _take(x_TD, _token(slot_R, row_TK.shape[1]))
+        return permute_triton.permute(x_TD, slot_R, row_TK, has_blanks=has_blanks)
+    return _take(x_TD, _token(slot_R, row_TK.shape[1]), has_blanks)
 
 
-def _sum_choices(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
+def _sum_choices(rows_RD: Tensor, row_TK: Tensor, has_drops: bool) -> Tensor:
     """The transpose of ``permute``: y_t = sum over k of rows[row[t, k]]."""
     if _runs_triton(rows_RD):
         from lightning_moeclip.kernels import permute_triton
 
         return permute_triton.unpermute(rows_RD, None, row_TK)
-    return _by_choice(rows_RD, row_TK).sum(1)
+    return _by_choice(rows_RD, row_TK, has_drops).sum(1)
 
 
-def _by_choice(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
-    """Rows in the order of the choices, [T, K, D]."""
-    return _take(rows_RD, row_TK.reshape(-1)).view(*row_TK.shape, rows_RD.shape[1])
-
-
-def _unpermute(rows_RD: Tensor, weights_TK: Tensor, slot_R: Tensor, row_TK: Tensor) -> Tensor:
+def _unpermute(
+    rows_RD: Tensor, weights_TK: Tensor, slot_R: Tensor, row_TK: Tensor, has_blanks: bool, has_drops: bool
+) -> Tensor:
     if _runs_triton(rows_RD):
         from lightning_moeclip.kernels import permute_triton
 
         return permute_triton.unpermute(rows_RD, weights_TK, row_TK)
-    w_TK = weights_TK.to(rows_RD.dtype).masked_fill(row_TK < 0, 0.0)
-    return torch.bmm(w_TK.unsqueeze(1), _by_choice(rows_RD, row_TK)).squeeze(1)
+    w_TK = weights_TK.to(rows_RD.dtype)
+    if has_drops:
+        w_TK = w_TK.masked_fill(row_TK < 0, 0.0)
+    return torch.bmm(w_TK.unsqueeze(1), _by_choice(rows_RD, row_TK, has_drops)).squeeze(1)
 
 
 def _unpermute_backward(
-    grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, slot_R: Tensor, row_TK: Tensor
+    grad_TD: Tensor,
+    rows_RD: Tensor,
+    weights_TK: Tensor,
+    slot_R: Tensor,
+    row_TK: Tensor,
+    has_blanks: bool,
+    has_drops: bool,
 ) -> tuple[Tensor, Tensor]:
     """Cotangents of the rows and of the weights, from one pass over the rows."""
     if _runs_triton(rows_RD):
         from lightning_moeclip.kernels import permute_triton
 
-        return permute_triton.unpermute_backward(grad_TD, rows_RD, weights_TK, slot_R, row_TK)
-    grad_RD = _take(grad_TD, _token(slot_R, row_TK.shape[1]))
-    grad_w_TK = _weights_gradient(grad_RD, rows_RD, weights_TK, row_TK)
-    return grad_RD.mul_(_weight_of_row(rows_RD, weights_TK, slot_R)), grad_w_TK
+        return permute_triton.unpermute_backward(grad_TD, rows_RD, weights_TK, slot_R, row_TK, has_blanks=has_blanks)
+    if not grad_TD.shape[0]:
+        return torch.zeros_like(rows_RD), torch.zeros_like(weights_TK)
+    # what a blank row takes from choice 0 reaches no weight, since no choice has that row, and is filled at the end
+    choice_R = slot_R.clamp(min=0) if has_blanks else slot_R
+    grad_RD = grad_TD.index_select(0, _token(choice_R, row_TK.shape[1]))
+    w_R1 = weights_TK.reshape(-1).index_select(0, choice_R).to(rows_RD.dtype).unsqueeze(1)
+    grad_w_TK = _by_choice(torch.linalg.vecdot(rows_RD, grad_RD), row_TK, has_drops).to(weights_TK.dtype)
+    # in place would lose what a second derivative needs
+    grad_rows_RD = grad_RD * w_R1 if torch.is_grad_enabled() else grad_RD.mul_(w_R1)
+    return _fill_(grad_rows_RD, slot_R) if has_blanks else grad_rows_RD, grad_w_TK
 
 
-def _weights_gradient(grad_RD: Tensor, rows_RD: Tensor, weights_TK: Tensor, row_TK: Tensor) -> Tensor:
-    grad_w_R = torch.linalg.vecdot(rows_RD, grad_RD)
-    return _take(grad_w_R, row_TK.reshape(-1)).view(row_TK.shape).to(weights_TK.dtype)
+def _set_up_permute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, _, row_TK, _, ctx.has_drops = inputs
+    ctx.save_for_backward(row_TK)
 
 
-def _weight_of_row(rows_RD: Tensor, weights_TK: Tensor, slot_R: Tensor) -> Tensor:
-    return _take(weights_TK.reshape(-1), slot_R).to(rows_RD.dtype).unsqueeze(1)
+def _grads_of_permute(backward: Callable[..., Tensor]) -> Callable[..., tuple[Tensor | None, ...]]:
+    def grads(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+        (row_TK,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # create_graph=True: by operations with derivatives of their own
+            return _by_choice(grad_RD, row_TK, ctx.has_drops).sum(1), None, None, None, None
+        return backward(grad_RD, row_TK, ctx.has_drops), None, None, None, None
+
+    return grads
 
 
-def _set_up_permute(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[2])
+def _set_up_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.has_blanks, ctx.has_drops = inputs
+    ctx.save_for_backward(*tensors)
 
 
-def _grads_of_permute(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
-    (row_TK,) = ctx.saved_tensors
-    if torch.is_grad_enabled():
+def _grads_of_unpermute(backward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor | None, ...]]:
+    def grads(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         # create_graph=True: by operations with derivatives of their own
-        return _by_choice(grad_RD, row_TK).sum(1), None, None
-    return torch.ops.moeclip.sum_choices(grad_RD, row_TK), None, None
+        call = _unpermute_backward if torch.is_grad_enabled() else backward
+        return *call(grad_TD, *ctx.saved_tensors, ctx.has_blanks, ctx.has_drops), None, None, None, None
+
+    return grads
 
 
-def _set_up_unpermute(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _grads_of_unpermute(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None, None]:
-    rows_RD, weights_TK, slot_R, row_TK = ctx.saved_tensors
-    if not torch.is_grad_enabled():
-        grads = torch.ops.moeclip.unpermute_backward(grad_TD, rows_RD, weights_TK, slot_R, row_TK)
-        return *grads, None, None
-    grad_RD = _take(grad_TD, _token(slot_R, row_TK.shape[1]))
-    grad_w_TK = _weights_gradient(grad_RD, rows_RD, weights_TK, row_TK)
-    return grad_RD * _weight_of_row(rows_RD, weights_TK, slot_R), grad_w_TK, None, None
-
-
-# eager calls; the same functions serve torch.ops.moeclip. Not by setup_context: torch would inspect the signature in
-# every call, 30 us of Python
+# Eager calls, without the dispatcher, which costs as much as the operation on a small layer; what torch.compile traces
+# is torch.ops.moeclip. Not by setup_context: torch would inspect the signature in every call, 30 us of Python.
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
         _set_up_permute(ctx, inputs, output := _permute(*inputs))
         return output
 
-    backward = staticmethod(_grads_of_permute)
+    backward = staticmethod(_grads_of_permute(_sum_choices))
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
         _set_up_unpermute(ctx, inputs, output := _unpermute(*inputs))
         return output
 
-    backward = staticmethod(_grads_of_unpermute)
+    backward = staticmethod(_grads_of_unpermute(_unpermute_backward))
 
 
 _library = torch.library.Library("moeclip", "FRAGMENT")
 _library.define("sort_by_expert(Tensor chosen, Tensor ends) -> (Tensor, Tensor)")
-_library.define("permute(Tensor x, Tensor slot, Tensor row) -> Tensor")
-_library.define("sum_choices(Tensor rows, Tensor row) -> Tensor")
-_library.define("unpermute(Tensor rows, Tensor weights, Tensor slot, Tensor row) -> Tensor")
+_library.define("permute(Tensor x, Tensor slot, Tensor row, bool has_blanks, bool has_drops) -> Tensor")
+_library.define("sum_choices(Tensor rows, Tensor row, bool has_drops) -> Tensor")
 _library.define(
-    "unpermute_backward(Tensor grad, Tensor rows, Tensor weights, Tensor slot, Tensor row) -> (Tensor, Tensor)"
+    "unpermute(Tensor rows, Tensor weights, Tensor slot, Tensor row, bool has_blanks, bool has_drops) -> Tensor"
+)
+_library.define(
+    "unpermute_backward(Tensor grad, Tensor rows, Tensor weights, Tensor slot, Tensor row, "
+    "bool has_blanks, bool has_drops) -> (Tensor, Tensor)"
 )
 for _name, _implementation in (
     ("sort_by_expert", _sort_by_expert),
@@ -261,10 +292,16 @@ for _name, _implementation in (
 ):
     _library.impl(_name, _implementation, "CompositeExplicitAutograd")
 torch.library.register_autograd(
-    "moeclip::permute", _grads_of_permute, setup_context=_set_up_permute, lib=_library
+    "moeclip::permute",
+    _grads_of_permute(torch.ops.moeclip.sum_choices.default),
+    setup_context=_set_up_permute,
+    lib=_library,
 )
 torch.library.register_autograd(
-    "moeclip::unpermute", _grads_of_unpermute, setup_context=_set_up_unpermute, lib=_library
+    "moeclip::unpermute",
+    _grads_of_unpermute(torch.ops.moeclip.unpermute_backward.default),
+    setup_context=_set_up_unpermute,
+    lib=_library,
 )
 
 
@@ -274,22 +311,28 @@ def _(chosen_TK: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.register_fake("moeclip::permute", lib=_library)
-def _(x_TD: Tensor, slot_R: Tensor, row_TK: Tensor) -> Tensor:
+def _(x_TD: Tensor, slot_R: Tensor, row_TK: Tensor, has_blanks: bool, has_drops: bool) -> Tensor:
     return x_TD.new_empty(slot_R.shape[0], x_TD.shape[1])
 
 
 @torch.library.register_fake("moeclip::sum_choices", lib=_library)
-def _(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
+def _(rows_RD: Tensor, row_TK: Tensor, has_drops: bool) -> Tensor:
     return rows_RD.new_empty(row_TK.shape[0], rows_RD.shape[1])
 
 
 @torch.library.register_fake("moeclip::unpermute", lib=_library)
-def _(rows_RD: Tensor, weights_TK: Tensor, slot_R: Tensor, row_TK: Tensor) -> Tensor:
+def _(rows_RD: Tensor, weights_TK: Tensor, slot_R: Tensor, row_TK: Tensor, has_blanks: bool, has_drops: bool) -> Tensor:
     return rows_RD.new_empty(row_TK.shape[0], rows_RD.shape[1])
 
 
 @torch.library.register_fake("moeclip::unpermute_backward", lib=_library)
 def _(
-    grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, slot_R: Tensor, row_TK: Tensor
+    grad_TD: Tensor,
+    rows_RD: Tensor,
+    weights_TK: Tensor,
+    slot_R: Tensor,
+    row_TK: Tensor,
+    has_blanks: bool,
+    has_drops: bool,
 ) -> tuple[Tensor, Tensor]:
     return rows_RD.new_empty(rows_RD.shape), weights_TK.new_empty(weights_TK.shape)

@@ -1,7 +1,7 @@
 """Triton kernels that sort choices by expert and move rows: a token is read once, whatever the number of its rows.
 
-Legend of the shape suffixes: S choices of a block, T tokens of a block, R rows of a block, D width of a block, E experts,
-K experts chosen per token; B blocks of choices.
+Legend of the shape suffixes: S choices, T tokens, R rows, D width, E experts and B blocks of choices in a tile, K experts
+chosen per token.
 """
 
 import torch
@@ -168,9 +168,7 @@ def unpermute_backward_kernel(
                 dot_T = tl.where(is_kept_T, tl.sum(row_TD * grad_TD, axis=1), 0.0)
                 dot_TK += tl.where((k_K == k)[None, :], dot_T[:, None], 0.0)
                 w_T = tl.load(weights + t_T * K + k, mask=is_kept_T, other=0.0).to(tl.float32)
-                tl.store(
-                    grad_rows + place_TD, (w_T[:, None] * grad_TD).to(grad_rows.dtype.element_ty), mask=is_kept_TD
-                )
+                tl.store(grad_rows + place_TD, (w_T[:, None] * grad_TD).to(grad_rows.dtype.element_ty), mask=is_kept_TD)
         is_choice_TK = is_token_T[:, None] & (k_K < K)[None, :]
         place_TK = t_T[:, None] * K + k_K[None, :]
         tl.store(grad_weights + place_TK, dot_TK.to(grad_weights.dtype.element_ty), mask=is_choice_TK)
@@ -184,6 +182,10 @@ def _blocks(width: int) -> tuple[int, int]:
     """Tokens and values of a token in a tile: 256 values are 16 bytes and more for each thread of a warp."""
     block_d = min(256, triton.next_power_of_2(max(width, 1)))
     return min(64, _TILE // block_d), block_d
+
+
+def _num_blocks(num_tokens: int, num_rows: int, block: int, has_blanks: bool) -> int:
+    return triton.cdiv(num_tokens, block) + (triton.cdiv(num_rows, block) if has_blanks else 0)
 
 
 def sort_by_expert(chosen_TK: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,14 +211,13 @@ def sort_by_expert(chosen_TK: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
     return slot_S, row_TK
 
 
-def permute(x_TD: Tensor, slot_R: Tensor, row_TK: Tensor) -> Tensor:
-    """Launch ``permute_kernel``: [R, D]."""
+def permute(x_TD: Tensor, slot_R: Tensor, row_TK: Tensor, *, has_blanks: bool) -> Tensor:
+    """Launch ``permute_kernel``: [R, D]; without any, no program looks for blank rows."""
     (num_tokens, width), num_rows = x_TD.shape, len(slot_R)
     rows_RD = torch.empty(num_rows, width, dtype=x_TD.dtype, device=x_TD.device)
     block_t, block_d = _blocks(width)
     if rows_RD.numel():
-        grid = (triton.cdiv(num_tokens, block_t) + triton.cdiv(num_rows, block_t), triton.cdiv(width, block_d))
-        permute_kernel[grid](
+        permute_kernel[(_num_blocks(num_tokens, num_rows, block_t, has_blanks), triton.cdiv(width, block_d))](
             x_TD.contiguous(),
             slot_R.contiguous(),
             row_TK.contiguous(),
@@ -253,16 +254,16 @@ def unpermute(rows_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Ten
 
 
 def unpermute_backward(
-    grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, slot_R: Tensor, row_TK: Tensor
+    grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, slot_R: Tensor, row_TK: Tensor, *, has_blanks: bool
 ) -> tuple[Tensor, Tensor]:
     """Launch ``unpermute_backward_kernel``: cotangents of the rows and of the weights."""
     (num_tokens, top_k), (num_rows, width) = row_TK.shape, rows_RD.shape
     grad_rows_RD = torch.empty(num_rows, width, dtype=rows_RD.dtype, device=rows_RD.device)
     grad_weights_TK = torch.empty(num_tokens, top_k, dtype=weights_TK.dtype, device=rows_RD.device)
     block_t, block_d = _blocks(width)
-    grid = (triton.cdiv(num_tokens, block_t) + triton.cdiv(num_rows, block_t),)
-    if grid[0]:
-        unpermute_backward_kernel[grid](
+    num_blocks = _num_blocks(num_tokens, num_rows, block_t, has_blanks)
+    if num_blocks:
+        unpermute_backward_kernel[(num_blocks,)](
             grad_TD.contiguous(),
             rows_RD.contiguous(),
             weights_TK.contiguous(),

@@ -43,6 +43,8 @@ class RowPlan:
         counts: [E], rows per expert with blank ones, int64.
         ends: [E], the cumulative sum of ``counts``, int32.
         chosen: [E], choices per expert, int64.
+        has_blanks: whether some rows are blank.
+        has_drops: whether some choices were dropped.
     """
 
     slot: Tensor
@@ -50,6 +52,8 @@ class RowPlan:
     counts: Tensor
     ends: Tensor
     chosen: Tensor
+    has_blanks: bool = False
+    has_drops: bool = False
 
 
 def plan_rows(routing: Routing, *, padding_max: float = 0.0) -> RowPlan:
@@ -68,9 +72,8 @@ def plan_rows(routing: Routing, *, padding_max: float = 0.0) -> RowPlan:
         return RowPlan(slot_S, row_TK, counts_E, ends_E, counts_E)
     even_ends_E = torch.arange(fullest, fullest * num_experts + 1, fullest, dtype=torch.int32)
     row_TK += ((even_ends_E - fullest) - (ends_E - counts_E))[chosen_TK]
-    slot_R = slot_S.new_full((num_experts * fullest,), -1)
-    slot_R[row_TK.view(-1)] = torch.arange(len(slot_S))
-    return RowPlan(slot_R, row_TK, torch.full_like(counts_E, fullest), even_ends_E, counts_E)
+    slot_R = slot_S.new_full((num_experts * fullest,), -1).scatter_(0, row_TK.view(-1), torch.arange(len(slot_S)))
+    return RowPlan(slot_R, row_TK, torch.full_like(counts_E, fullest), even_ends_E, counts_E, has_blanks=True)
 
 
 def plan_within_capacity(routing: Routing, capacity: int) -> RowPlan:
@@ -80,7 +83,7 @@ def plan_within_capacity(routing: Routing, capacity: int) -> RowPlan:
     row_S[slot_R] = torch.arange(len(slot_R), device=slot_R.device)
     counts_E = routing.counts.clamp(max=capacity)
     ends_E = counts_E.cumsum(0, dtype=torch.int32)
-    return RowPlan(slot_R, row_S.view(routing.chosen.shape), counts_E, ends_E, routing.counts)
+    return RowPlan(slot_R, row_S.view(routing.chosen.shape), counts_E, ends_E, routing.counts, has_drops=True)
 
 
 def _within_capacity(routing: Routing, capacity: int) -> Tensor:
@@ -98,12 +101,12 @@ def _within_capacity(routing: Routing, capacity: int) -> Tensor:
 
 def copy_tokens(x_TD: Tensor, plan: RowPlan) -> Tensor:
     """One copy of each token per chosen expert, sorted by expert: [R, D]."""
-    return permute(x_TD, plan.slot, plan.row)
+    return permute(x_TD, plan.slot, plan.row, has_blanks=plan.has_blanks, has_drops=plan.has_drops)
 
 
 def combine(rows_RD: Tensor, weights_TK: Tensor, plan: RowPlan) -> Tensor:
     """Weighted sum of the experts' outputs for each token: [T, D], in the dtype of the rows."""
-    return unpermute(rows_RD, weights_TK, plan.slot, plan.row)
+    return unpermute(rows_RD, weights_TK, plan.slot, plan.row, has_blanks=plan.has_blanks, has_drops=plan.has_drops)
 
 
 class _Exchange(torch.autograd.Function):

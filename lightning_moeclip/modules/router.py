@@ -17,6 +17,7 @@ from lightning_moeclip.kernels.router import route
 
 __all__ = ["OutputMean", "Router", "RouterGradient", "Routing"]
 
+
 @dataclass(frozen=True)
 class Routing:
     """What a router decided for a batch of tokens.
