@@ -11,26 +11,20 @@ equation 1.
 None of these operations carries a graph. float64 is computed by torch everywhere.
 """
 
-from itertools import compress
 from typing import NamedTuple
 
 import torch
-from lightning_moeclip.kernels import contrastive_tiles
-from lightning_moeclip.kernels.backend import runs_triton
-from lightning_moeclip.kernels.contrastive_tiles import logit_dtype, wide_dtype
+from lightning_moeclip.kernels import contrastive_dispatch
 from torch import Tensor
 
 __all__ = [
     "ClipGradients",
     "SigmoidGradients",
-    "check_chunk_size",
     "clip_gradients",
     "clip_statistics",
     "sigmoid_gradients",
     "sigmoid_statistics",
 ]
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class ClipGradients(NamedTuple):
@@ -86,7 +80,7 @@ def clip_statistics(
     """
     if torch.compiler.is_compiling():
         return torch.ops.moeclip.clip_statistics(image_MD, text_ND, scale, offset, chunk_size)
-    return _clip_statistics(image_MD, text_ND, scale, offset, chunk_size)
+    return contrastive_dispatch.clip_statistics(image_MD, text_ND, scale, offset, chunk_size)
 
 
 def clip_gradients(
@@ -131,7 +125,7 @@ def clip_gradients(
     if torch.compiler.is_compiling():
         found = torch.ops.moeclip.clip_gradients(image_MD, text_ND, scale, *sums, offset, chunk_size, *needs)
     else:
-        found = _clip_gradients(image_MD, text_ND, scale, *sums, offset, chunk_size, *needs)
+        found = contrastive_dispatch.clip_gradients(image_MD, text_ND, scale, *sums, offset, chunk_size, *needs)
     return ClipGradients(
         *_placed(found, needs_image, needs_text, needs_image and needs_halves, needs_text and needs_halves)
     )
@@ -159,7 +153,7 @@ def sigmoid_statistics(
     """
     if torch.compiler.is_compiling():
         return torch.ops.moeclip.sigmoid_statistics(image_MD, text_ND, scale, bias, offset, chunk_size)
-    return _sigmoid_statistics(image_MD, text_ND, scale, bias, offset, chunk_size)
+    return contrastive_dispatch.sigmoid_statistics(image_MD, text_ND, scale, bias, offset, chunk_size)
 
 
 def sigmoid_gradients(
@@ -199,213 +193,11 @@ def sigmoid_gradients(
     if torch.compiler.is_compiling():
         found = torch.ops.moeclip.sigmoid_gradients(image_MD, text_ND, *scalars, offset, chunk_size, *needs)
     else:
-        found = _sigmoid_gradients(image_MD, text_ND, *scalars, offset, chunk_size, *needs)
+        found = contrastive_dispatch.sigmoid_gradients(image_MD, text_ND, *scalars, offset, chunk_size, *needs)
     return SigmoidGradients(*_placed(found, *needs))
-
-
-def check_chunk_size(chunk_size: int) -> None:
-    """Refuse a number of columns that no tile can have.
-
-    Raises:
-        ValueError: it is below 1.
-    """
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size} must be at least 1 column of logits. Use chunk_size=4096.")
 
 
 def _placed(found: list[Tensor], *needs: bool) -> list[Tensor | None]:
     """What was returned, with None for what was not needed."""
     rest = iter(found)
     return [next(rest) if is_needed else None for is_needed in needs]
-
-
-@torch.no_grad()
-def _clip_statistics(
-    image_MD: Tensor, text_ND: Tensor, scale: Tensor, offset: int, chunk_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check_features(image_MD, text_ND, offset, chunk_size, scale=scale)
-    with _own_precision(image_MD):
-        if _runs_triton(image_MD, text_ND):
-            from lightning_moeclip.kernels import contrastive_triton
-
-            return contrastive_triton.clip_statistics(image_MD, text_ND, scale, offset, chunk_size)
-        return contrastive_tiles.clip_statistics(image_MD, text_ND, scale, offset, chunk_size)
-
-
-@torch.no_grad()
-def _clip_gradients(
-    image_MD: Tensor,
-    text_ND: Tensor,
-    scale: Tensor,
-    by_row_M: Tensor,
-    by_column_N: Tensor,
-    row_factor: Tensor,
-    column_factor_N: Tensor,
-    offset: int,
-    chunk_size: int,
-    needs_image: bool,
-    needs_text: bool,
-    needs_halves: bool,
-) -> list[Tensor]:
-    _check_features(image_MD, text_ND, offset, chunk_size, scale=scale, row_factor=row_factor)
-    _check_lengths(len(image_MD), by_row_M=by_row_M)
-    _check_lengths(len(text_ND), by_column_N=by_column_N, column_factor_N=column_factor_N)
-    sums = (by_row_M, by_column_N, row_factor, column_factor_N)
-    needs = (needs_image, needs_text, needs_halves)
-    with _own_precision(image_MD):
-        if _runs_triton(image_MD, text_ND):
-            from lightning_moeclip.kernels import contrastive_triton
-
-            return contrastive_triton.clip_gradients(image_MD, text_ND, scale, *sums, offset, chunk_size, *needs)
-        return contrastive_tiles.clip_gradients(image_MD, text_ND, scale, *sums, offset, chunk_size, *needs)
-
-
-@torch.no_grad()
-def _sigmoid_statistics(
-    image_MD: Tensor, text_ND: Tensor, scale: Tensor, bias: Tensor, offset: int, chunk_size: int
-) -> Tensor:
-    _check_features(image_MD, text_ND, offset, chunk_size, scale=scale, bias=bias)
-    with _own_precision(image_MD):
-        if _runs_triton(image_MD, text_ND):
-            from lightning_moeclip.kernels import contrastive_triton
-
-            return contrastive_triton.sigmoid_statistics(image_MD, text_ND, scale, bias, offset, chunk_size)
-        return contrastive_tiles.sigmoid_statistics(image_MD, text_ND, scale, bias, offset, chunk_size)
-
-
-@torch.no_grad()
-def _sigmoid_gradients(
-    image_MD: Tensor,
-    text_ND: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    row_factor: Tensor,
-    offset: int,
-    chunk_size: int,
-    needs_image: bool,
-    needs_text: bool,
-    needs_bias: bool,
-    needs_pull: bool,
-) -> list[Tensor]:
-    scalars = {"scale": scale, "bias": bias, "row_factor": row_factor}
-    needs = (needs_image, needs_text, needs_bias, needs_pull)
-    _check_features(image_MD, text_ND, offset, chunk_size, **scalars)
-    with _own_precision(image_MD):
-        if _runs_triton(image_MD, text_ND):
-            from lightning_moeclip.kernels import contrastive_triton
-
-            return contrastive_triton.sigmoid_gradients(
-                image_MD, text_ND, *scalars.values(), offset, chunk_size, *needs
-            )
-        return contrastive_tiles.sigmoid_gradients(image_MD, text_ND, *scalars.values(), offset, chunk_size, *needs)
-
-
-def _runs_triton(image_MD: Tensor, text_ND: Tensor) -> bool:
-    """Whether there is anything for a kernel, and in a dtype that its products have."""
-    return runs_triton(image_MD) and image_MD.numel() > 0 and logit_dtype(image_MD, text_ND) is torch.float32
-
-
-def _own_precision(x: Tensor) -> torch.autocast:
-    return torch.autocast(x.device.type, enabled=False)
-
-
-def _check_features(image_MD: Tensor, text_ND: Tensor, offset: int, chunk_size: int, **scalars: Tensor) -> None:
-    check_chunk_size(chunk_size)
-    if image_MD.ndim != 2 or text_ND.ndim != 2 or image_MD.shape[1] != text_ND.shape[1]:
-        raise ValueError(
-            f"Images {list(image_MD.shape)} and texts {list(text_ND.shape)} must be [M, D] and [N, D]. "
-            "Flatten or pool them, and project both towers to the same D."
-        )
-    for x in (image_MD, text_ND):
-        if x.dtype not in _DTYPES:
-            raise TypeError(f"Features of {x.dtype} have no logits here. Convert them to torch.float32 first.")
-    if not 0 <= offset <= len(text_ND) - len(image_MD):
-        raise ValueError(
-            f"offset={offset} puts the partners of {len(image_MD)} images beyond the {len(text_ND)} texts. Give the "
-            "texts of all ranks, and the place of the first own row among them."
-        )
-    for name, x in scalars.items():
-        if x.numel() != 1:
-            raise ValueError(f"{name} must be one number, but its shape is {list(x.shape)}. Use a 0-d tensor.")
-    _check_devices(image_MD, text_ND=text_ND, **scalars)
-
-
-def _check_lengths(length: int, **sums: Tensor) -> None:
-    for name, x in sums.items():
-        if x.shape != (length,):
-            raise ValueError(f"{name} has shape {list(x.shape)} for {length} samples. Give one number for each.")
-
-
-def _check_devices(image_MD: Tensor, **others: Tensor) -> None:
-    for name, x in others.items():
-        if x.device != image_MD.device:
-            raise ValueError(
-                f"{name} lies on {x.device}, the images on {image_MD.device}. Move it with {name}.to(images.device)."
-            )
-
-
-def _fake_clip_statistics(
-    image_MD: Tensor, text_ND: Tensor, scale: Tensor, offset: int, chunk_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    wide = wide_dtype(image_MD)
-    rows, columns = image_MD.shape[0], text_ND.shape[0]
-    return tuple(image_MD.new_empty(length, dtype=wide) for length in (rows, columns, rows))  # type: ignore[return-value]
-
-
-def _fake_clip_gradients(
-    image_MD: Tensor,
-    text_ND: Tensor,
-    scale: Tensor,
-    by_row_M: Tensor,
-    by_column_N: Tensor,
-    row_factor: Tensor,
-    column_factor_N: Tensor,
-    offset: int,
-    chunk_size: int,
-    needs_image: bool,
-    needs_text: bool,
-    needs_halves: bool,
-) -> list[Tensor]:
-    return _empty_cotangents(image_MD, text_ND, needs_image, needs_text) + _empty_cotangents(
-        image_MD, text_ND, needs_image and needs_halves, needs_text and needs_halves
-    )
-
-
-def _fake_sigmoid_statistics(
-    image_MD: Tensor, text_ND: Tensor, scale: Tensor, bias: Tensor, offset: int, chunk_size: int
-) -> Tensor:
-    return image_MD.new_empty((), dtype=wide_dtype(image_MD))
-
-
-def _fake_sigmoid_gradients(
-    image_MD: Tensor,
-    text_ND: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    row_factor: Tensor,
-    offset: int,
-    chunk_size: int,
-    needs_image: bool,
-    needs_text: bool,
-    needs_bias: bool,
-    needs_pull: bool,
-) -> list[Tensor]:
-    bias_sum = image_MD.new_empty((), dtype=wide_dtype(image_MD))
-    pull_M = image_MD.new_empty(image_MD.shape[0], dtype=logit_dtype(image_MD, text_ND))
-    cotangents = _empty_cotangents(image_MD, text_ND, needs_image, needs_text)
-    return cotangents + [bias_sum] * needs_bias + [pull_M] * needs_pull
-
-
-def _empty_cotangents(image_MD: Tensor, text_ND: Tensor, needs_image: bool, needs_text: bool) -> list[Tensor]:
-    dtype = logit_dtype(image_MD, text_ND)
-    pair = (image_MD, text_ND)
-    return [x.new_empty(x.shape, dtype=dtype) for x in compress(pair, (needs_image, needs_text))]
-
-
-for _name, _op, _fake in (
-    ("clip_statistics", _clip_statistics, _fake_clip_statistics),
-    ("clip_gradients", _clip_gradients, _fake_clip_gradients),
-    ("sigmoid_statistics", _sigmoid_statistics, _fake_sigmoid_statistics),
-    ("sigmoid_gradients", _sigmoid_gradients, _fake_sigmoid_gradients),
-):
-    torch.library.custom_op(f"moeclip::{_name}", _op, mutates_args=()).register_fake(_fake)

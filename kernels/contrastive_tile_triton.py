@@ -9,6 +9,8 @@ float64: no atomics, the same bits every time. Products of 16-bit features are e
 tensor cores as they are and the scale multiplies the sum. Row ``i``'s partner is column ``i + shift`` of the launch.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 import triton
 import triton.language as tl
 

@@ -21,6 +21,7 @@ from lightning_moeclip.kernels.contrastive_tile_triton import (
     sigmoid_sum_kernel,
 )
 from torch import Tensor
+from torch.nn.functional import pad
 
 __all__ = [
     "Tile",
@@ -52,11 +53,14 @@ class Tile:
     stages: int = 3
 
 
+# elements: 16 bytes and more in every dtype
+_ALIGNMENT = 16
 # programs of fold_kernel: tiles taken at a time, and lines of each program
 _FOLD_TILES, _FOLD_LINES, _FOLD_WARPS = 32, 32, 4
 # the largest power of 2 that times 2, the bound of G without its factors, is within float16. It leaves 2^-38 as the
 # smallest step, where a softmax of a million columns has entries near 2^-20
 _HALF_GAIN = 2.0**14
+_BEYOND = 2.0**100  # a number of float32, so that nothing is rounded away
 
 
 def tile_for(kernel: str, dtype: torch.dtype, *, arch: int) -> Tile:
@@ -127,14 +131,16 @@ def clip_gradients(
         unit = _magnitude(row_factor, column_factor_N) / _HALF_GAIN
         row_factor, column_factor_N = row_factor / unit, column_factor_N / unit
     column_factor_N = column_factor_N.contiguous()
-    nothing_N = torch.zeros_like(column_factor_N)
+    # of the half: no factors of columns, and log-sum-exps beyond all logits: q is 0 even where the true one is NaN
+    no_factor_N, beyond_N = torch.zeros_like(column_factor_N), torch.full_like(by_column_N, _BEYOND)
     gradient = walk.new_gradient()
     merged = _Cotangents.zeros(walk, needs_image=needs_image, needs_text=needs_text)
     half = _Cotangents.zeros(walk, needs_image=needs_image and needs_halves, needs_text=needs_text and needs_halves)
     for columns in walk.chunks():
-        # the half is what the same kernel makes without factors of the columns: another one might round otherwise
-        for cotangents, factor_N in [(merged, column_factor_N), (half, nothing_N)][: 1 + needs_halves]:
-            sums = (by_row_M, by_column_N[columns], row_factor, factor_N[columns])
+        # by one kernel, since another might round the whole otherwise where the half is asked for
+        parts = [(merged, by_column_N, column_factor_N), (half, beyond_N, no_factor_N)]
+        for cotangents, column_N, factor_N in parts[: 1 + needs_halves]:
+            sums = (by_row_M, column_N[columns], row_factor, factor_N[columns])
             walk.launch(clip_gradient_kernel, columns, (scale, *sums, gradient), gradient.stride(0))
             cotangents.add(gradient, columns)
     return merged.scaled(scale * unit) + half.scaled(scale * unit)
@@ -197,6 +203,7 @@ class _Walk:
 
     images: Tensor
     texts: Tensor
+    dim: int
     offset: int
     width: int
     tile: Tile
@@ -208,10 +215,15 @@ class _Walk:
     ) -> "_Walk":
         if image_MD.dtype is not text_ND.dtype:
             image_MD, text_ND = image_MD.float(), text_ND.float()
+        dim = image_MD.shape[1]
+        if dim % _ALIGNMENT:
+            # rows that begin at odd places would be loaded number by number
+            image_MD, text_ND = (pad(x, (0, -dim % _ALIGNMENT)) for x in (image_MD, text_ND))
         dtype, arch = image_MD.dtype, _arch(image_MD)
         tile = tile or tile_for(kernel, dtype, arch=arch)
         width = min(chunk_size, len(text_ND))
-        return cls(image_MD.contiguous(), text_ND.contiguous(), offset, width, tile, input_precision(dtype, arch=arch))
+        precision = input_precision(dtype, arch=arch)
+        return cls(image_MD.contiguous(), text_ND.contiguous(), dim, offset, width, tile, precision)
 
     def chunks(self) -> list[slice]:
         total = len(self.texts)
@@ -221,8 +233,8 @@ class _Walk:
         return _ceil(len(self.images), self.tile.rows) * _ceil(columns.stop - columns.start, self.tile.columns)
 
     def new_gradient(self) -> Tensor:
-        """[M, C] with rows of whole 16 elements, so that stores are of 16 bytes; the last columns are nobody's."""
-        return self.images.new_empty(len(self.images), _ceil(self.width, 16) * 16)
+        """[M, C] with rows that stores of 16 bytes can fill; the last columns are nobody's."""
+        return self.images.new_empty(len(self.images), _ceil(self.width, _ALIGNMENT) * _ALIGNMENT)
 
     def new_sums(self, columns: slice) -> Tensor:
         """[programs], float32."""
@@ -277,8 +289,9 @@ class _Cotangents:
             _add_product(self.text[columns], gradient_MC.T, self.walk.images)
 
     def scaled(self, factor: Tensor) -> list[Tensor]:
-        """Those that there are."""
-        return [x.mul_(factor.float()) for x in (self.image, self.text) if x is not None]
+        """Those that there are, in the width that was given."""
+        found = [x.mul_(factor.float()) for x in (self.image, self.text) if x is not None]
+        return [x[:, : self.walk.dim].contiguous() for x in found]
 
 
 def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import normalize as unit_rows
 
 from lightning_moeclip.kernels.backend import runs_triton
-from lightning_moeclip.kernels.contrastive import check_chunk_size, clip_gradients, clip_statistics
+from lightning_moeclip.kernels.contrastive import clip_gradients, clip_statistics
+from lightning_moeclip.kernels.contrastive_dispatch import check_chunk_size
 from lightning_moeclip.kernels.contrastive_tiles import logit_dtype
 from lightning_moeclip.modules.cotangents import full_precision, narrowed, once_differentiable, scale_gradient
 from lightning_moeclip.modules.directions import Directions, DirectionSums

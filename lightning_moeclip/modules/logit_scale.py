@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import Self, override
 
-from lightning_moeclip.kernels.contrastive import check_chunk_size
+from lightning_moeclip.kernels.contrastive_dispatch import check_chunk_size
 from lightning_moeclip.modules.directions import DirectionSums
 
 __all__ = ["ScaledLoss"]
