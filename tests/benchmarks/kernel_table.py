@@ -1,4 +1,4 @@
-"""The rows of kernel_resources.csv as a table, without Triton. ``python -m tests.benchmarks.kernel_table`` writes it."""
+"""The rows of kernel_resources.csv as a table of the README; needs no Triton."""
 
 import csv
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ def render() -> str:
     targets = list(dict.fromkeys(line["target"] for line in rows))
     lines = [
         f"Registers of a thread with Triton {' / '.join(versions)}, KiB of shared memory of a block, bytes of the "
-        "narrowest bulk load and store (–: none), products of warp groups; spilled bytes where there are any.",
+        "narrowest bulk load and store (0: none), products of warp groups; spilled bytes where there are any.",
         "",
         f"| kernel | case | {' | '.join(targets)} |",
         "|---|---|" + "---|" * len(targets),
@@ -68,7 +68,7 @@ def cell(rows: list[dict[str, str]]) -> str:
     if not rows:
         return "as another case"
     widths = "/".join(
-        min((width.split("x")[0] for line in rows for width in line[kind].split()), key=int, default="–")
+        min((width.split("x")[0] for line in rows for width in line[kind].split()), key=int, default="0")
         for kind in ("loads", "stores")
     )
     shared = max(int(line["shared_bytes"]) for line in rows) / 1024
@@ -91,7 +91,3 @@ def put_into_readme() -> None:
     """Write the rendered table between the README's marks."""
     before, _, after = split()
     README.write_text(before + BEGIN + render() + END + after)
-
-
-if __name__ == "__main__":
-    put_into_readme()

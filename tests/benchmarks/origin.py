@@ -27,7 +27,15 @@ def short_commit() -> str:
 
 def is_dirty() -> bool:
     """Whether files other than results differ from the commit."""
-    changed = _git("status", "--porcelain", "--untracked-files=all", "--", ".", ":!tests/benchmarks/results", ":!tests/benchmarks/README.md")
+    changed = _git(
+        "status",
+        "--porcelain",
+        "--untracked-files=all",
+        "--",
+        ".",
+        ":!tests/benchmarks/results",
+        ":!tests/benchmarks/README.md",
+    )
     return bool(changed)
 
 

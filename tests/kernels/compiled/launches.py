@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning_moeclip import kernels
 from torch import Tensor
 
+from lightning_moeclip import kernels
 from tests.kernels.compiled.resources import Resources, compiling_for
 
 __all__ = ["CASES", "FOLDER", "OPERATIONS", "compile_cases", "compiled"]
@@ -155,7 +155,6 @@ for experts in (8, 64):
 for dtype in (FP32, FP16, BF16):
     case("permute", f"width 768, {NAMES[dtype]}", move, dtype, 4096, 768)
 case("permute", "width 512, a ragged number of tokens, bf16", move, BF16, 4099, 512)
-
 
 
 def clip(dtype: torch.dtype, num: int, dim: int, halves: bool) -> None:

@@ -201,7 +201,7 @@ _AMD_BYTES = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "short": 2
 
 
 def accesses(code: str, ttir: str, num_threads: int) -> list[Access]:
-    """Global loads and stores of PTX or AMD code, gathered by the place in the source that ``.loc`` names before them."""
+    """Global loads and stores of PTX or AMD code, gathered by the place that ``.loc`` names before."""
     place, in_assembly, found = "", False, dict[tuple[str, str], Counter[int]]()
     for text in code.splitlines():
         if "// begin inline asm" in text:
