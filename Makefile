@@ -6,13 +6,18 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # the proof is a package of this repository, not of the installed one
 RUN := PYTHONPATH=. $(BIN)/python
+PIP := -m pip install --quiet --disable-pip-version-check
+# the oldest Triton that is promised; the newest is in constraints.txt
+OLD_TRITON := 3.6.0
+OLD_VENV := .venv-triton36
+OLD_READY := $(OLD_VENV)/.ready
 
-.PHONY: train test check lint types layers proof clean
+.PHONY: train test interpreted compiled check lint types layers proof kernel-resources clean
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python $(PIP) -c constraints.txt torch
+	$(BIN)/python $(PIP) -c constraints.txt -e ".[dev]"
 	touch $@
 
 train: $(READY)
@@ -20,6 +25,14 @@ train: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+	$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target interpreted compiled
+
+# Triton's kernels on the CPU, and compiled for GPUs that are not here: a process can do one of both
+interpreted: $(READY)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/interpreted
+
+compiled: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/compiled
 
 check: lint types layers
 
@@ -30,7 +43,7 @@ lint: $(READY)
 # static checkers do not see the mapped kernels package: they run on an installed copy
 types: $(READY)
 	rm -rf build .mypy_cache/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .mypy_cache/installed .
+	$(BIN)/python $(PIP) --no-deps --target .mypy_cache/installed .
 	rm -rf build  # what pip leaves here would go into the next wheel
 	cd .mypy_cache/installed && $(abspath $(BIN))/mypy --config-file $(abspath pyproject.toml) -p lightning_moeclip
 
@@ -39,9 +52,22 @@ layers: $(READY)
 
 # every long bar: writes tests/benchmarks/results/*.csv with the commit it was measured on; one of them looks at
 # TensorBoard with Debian's chromium, which has to be there (apt-get install chromium)
-proof: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[proof]"
+proof: $(READY) kernel-resources
+	$(BIN)/python $(PIP) -c constraints.txt -e ".[proof]"
 	$(RUN) -m tests.proof; code=$$?; $(RUN) -m tests.proof.readme; exit $$code
+
+$(OLD_READY): Makefile constraints.txt
+	test -x $(OLD_VENV)/bin/python || $(PYTHON) -m venv $(OLD_VENV)
+	$(OLD_VENV)/bin/python $(PIP) -c constraints.txt torch numpy typing-extensions pytest pytest-timeout
+	$(OLD_VENV)/bin/python $(PIP) triton==$(OLD_TRITON)
+	touch $@
+
+# registers, spills, shared memory of every kernel with the oldest and the newest Triton, and its tests with the oldest;
+# writes a CSV and the table of tests/benchmarks/README.md
+kernel-resources: $(READY) $(OLD_READY)
+	TRITON_INTERPRET=1 $(OLD_VENV)/bin/python -m pytest tests/kernels/interpreted
+	PYTHONPATH=. $(OLD_VENV)/bin/python -m tests.benchmarks.kernel_resources
+	$(RUN) -m tests.benchmarks.kernel_resources
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

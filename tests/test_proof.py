@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import measure
+from tests.benchmarks import kernel_table, measure
 from tests.proof import __main__ as proof
 from tests.proof import readme
 from tests.proof.bars import BARS, Bar
@@ -85,3 +85,7 @@ def test_arms_take_turns_in_an_order_that_rotates() -> None:
     seconds = measure.take_turns(arms, rounds=2, warmup=1)
     assert "".join(order) == "cab" + "abc" + "bca"
     assert seconds == {"a": [4.0, 9.0], "b": [5.0, 7.0], "c": [6.0, 8.0]}
+
+
+def test_table_of_kernels_shows_the_rows_of_the_results() -> None:
+    assert kernel_table.split()[1] == kernel_table.render()

@@ -5,8 +5,6 @@ a row tells the median ratio, its interval and the commit.
 """
 
 import csv
-import os
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -15,6 +13,7 @@ from pathlib import Path
 import torch
 
 from lightning_moeclip.binding import pl
+from tests.benchmarks.origin import RESULTS, ROOT, device_name, is_dirty, short_commit
 
 __all__ = [
     "RESULTS",
@@ -33,8 +32,6 @@ __all__ = [
     "write_rows",
 ]
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "tests" / "benchmarks" / "results"
 _RESAMPLES = 4000
 
 
@@ -158,27 +155,3 @@ def write_rows(path: Path | None, rows: Sequence[Row]) -> None:
             writer.writerows(asdict(line) for line in rows)
     for line in rows:
         print(f"{line.name:48} {line.median_ratio:8.4g}   95 % interval {line.low:.4g} .. {line.high:.4g}")
-
-
-def device_name() -> str:
-    """The accelerator, or the number of CPUs that ranks share."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"cpu x {os.cpu_count()}"
-
-
-def short_commit() -> str:
-    """The commit of this checkout, marked when files differ from it."""
-    found = _git("rev-parse", "--short", "HEAD")
-    return f"{found}-dirty" if is_dirty() else found
-
-
-def is_dirty() -> bool:
-    """Whether files other than results differ from the commit."""
-    changed = _git("status", "--porcelain", "--untracked-files=all", "--", ".", ":!tests/benchmarks/results")
-    return bool(changed)
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
