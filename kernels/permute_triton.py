@@ -1,7 +1,7 @@
 """Triton kernels that sort choices by expert and move rows: a token is read once, whatever the number of its rows.
 
-Legend of the shape suffixes: S choices, T tokens, R rows, D width, E experts and B blocks of choices in a tile, K experts
-chosen per token.
+Legend of the shape suffixes: S choices, T tokens, R rows, D width, E experts and B blocks of choices in a tile, K
+experts chosen per token.
 """
 
 import torch
