@@ -197,7 +197,7 @@ def _num_nonzero(reals: Sequence[Tensor]) -> Tensor:
     ones = torch.empty(_COUNTED) if reals[0].is_cpu else None
     counts = []
     for real in reals:
-        if ones is None or real.numel() < _COUNTED // 16:
+        if ones is None or real.numel() < _COUNTED // 2:
             counts.append(real.count_nonzero())
             continue
         # on a CPU up to 19 times as fast as a count, which guesses at each element; exact, since a block is short
