@@ -134,17 +134,18 @@ class GraphPassage(StreamPassage):
 
     def start(self, bucket: Bucket) -> None:
         """Replay, or record first."""
-        if not self._addresses:
-            self._addresses = _addresses(bucket)
-            super().start(bucket)
-            return
         with self._beside():
             bucket.gather_rest()
             self._load(bucket)
-            if self._graph is None or self._addresses != _addresses(bucket):
-                self._record(bucket)
-            assert self._graph is not None, "recorded above"
-            self._graph.replay()
+            if not self._addresses:
+                self._addresses = _addresses(bucket)
+                self._plan.launch()
+                _sum(bucket)
+            else:
+                if self._graph is None or self._addresses != _addresses(bucket):
+                    self._record(bucket)
+                assert self._graph is not None, "recorded above"
+                self._graph.replay()
             self._plan.release()  # the allocator keeps what the stream still reads
             self._is_there.record(self._stream)
 
