@@ -104,7 +104,6 @@ def as_reals(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    tensor = tensor.resolve_neg()
     return tensor.as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else tensor.reshape(-1)
 
 

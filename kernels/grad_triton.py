@@ -23,7 +23,8 @@ class PackPlan:
     """``grad_pack`` into places that stay, as launches that a CUDA graph can capture.
 
     ``load`` before each launch or replay, outside of the capture and on the stream of the launch; ``launch`` runs
-    kernels alone. The tensors of the last ``load`` are kept alive until the next, or until ``release``.
+    kernels alone, and compiles them the first time: once before a capture. The tensors of the last ``load`` are kept
+    alive until the next, or until ``release``.
 
     Attributes:
         table: [n, NUM_COLUMNS (+ 2 with mates)] float64, what a launch finds; None without statistics.
@@ -132,7 +133,9 @@ def _run(
     device = places[0].device
     # tables are overwritten in the order of one stream
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    dense = [place if _is_plain(place) else place.resolve_conj().resolve_neg().contiguous() for place in places]
+    dense = [
+        place if _is_plain(place) else place.detach().resolve_conj().resolve_neg().contiguous() for place in places
+    ]
     factor_dtypes = [torch.float32] * len(places) if factors is None else [factor.dtype for factor in factors]
     kinds = tuple(
         Kind(source.dtype.to_real(), place.dtype.to_real(), factor, _is_aligned(place) and _is_aligned(source))
@@ -153,7 +156,7 @@ def _run(
     if options.writes:
         for place, written in zip(places, dense, strict=True):
             if place is not written:
-                place.copy_(written)
+                place.detach().copy_(written)
     return table
 
 
@@ -170,8 +173,9 @@ class _Walk:
             (kind, _chunks([i for i, k in enumerate(kinds) if k == kind], sizes, first_row.tolist(), device))
             for kind in dict.fromkeys(kind for kind, size in zip(kinds, sizes, strict=True) if size)
         ]
-        # sources, places, mates, factors; and the factors that came from the CPU, 8 bytes for each
-        self._addresses = torch.zeros(5, len(sizes), dtype=torch.int64, device=device)
+        # sources, places, mates, factors; and the factors that came from the CPU, 8 bytes for each. Rows of an even
+        # length, since Triton compiles anew for a table at another multiple of 16 bytes
+        self._addresses = torch.zeros(5, len(sizes) + len(sizes) % 2, dtype=torch.int64, device=device)
         num_rows = max(self._num_rows, 1) if options.with_sums else 1
         self._partial = torch.zeros(num_rows, row_width(options), dtype=torch.float64, device=device)
         self._alive: list[Tensor] = []
@@ -194,6 +198,7 @@ class _Walk:
         self._alive.extend(places)
         rows.append([0] * len(places) if mates is None else self._kept(mates, places))
         rows.extend(([0] * len(places),) * 2 if factors is None else self._factors(factors))
+        rows = [[*row, *[0] * (len(row) % 2)] for row in rows]
         host = torch.tensor(rows, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         self._addresses.copy_(host, non_blocking=True)
 
@@ -204,7 +209,8 @@ class _Walk:
             if tensor is None:
                 found.append(0)
                 continue
-            laid_out = _like(tensor.detach(), place, is_aligned=kind.is_aligned)
+            assert tensor.shape == place.shape, "of the shape that was laid out"
+            laid_out = _like(tensor, place, is_aligned=kind.is_aligned)
             assert laid_out.dtype.to_real() is kind.source, "of the dtype that was laid out"
             self._alive.append(laid_out)
             found.append(laid_out.data_ptr())
@@ -271,7 +277,8 @@ def _like(tensor: Tensor, place: Tensor, *, is_aligned: bool) -> Tensor:
     is_like = tensor.stride() == place.stride() or (tensor.is_contiguous() and place.is_contiguous())
     if is_like and not (tensor.is_conj() or tensor.is_neg()) and (_is_aligned(tensor) or not is_aligned):
         return tensor
-    return torch.empty_strided(place.size(), place.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    laid_out = torch.empty_strided(place.size(), place.stride(), dtype=tensor.dtype, device=tensor.device)
+    return laid_out.copy_(tensor.detach())
 
 
 def _is_plain(place: Tensor) -> bool:

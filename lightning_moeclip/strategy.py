@@ -26,6 +26,7 @@ from lightning_moeclip.gradients.corridor import CorridorSettings, GradientCorri
 from lightning_moeclip.gradients.master_parameter import parameter_names
 from lightning_moeclip.gradients.masters import MasterWeights
 from lightning_moeclip.gradients.report import Attendance, GradReport
+from lightning_moeclip.gradients.stash import StashMode
 from lightning_moeclip.parallel import checks, ledger, precision_checks
 from lightning_moeclip.parallel.agreement import gather_objects, together
 from lightning_moeclip.parallel.mesh import Mesh
@@ -50,10 +51,15 @@ class MoEClipStrategy(WatchedStrategy):
         towers: module paths by tower, ``{"image": "model.visual", "text": ["model.text"]}``; None recognises the
             layouts of known CLIP models.
         bucket_size_mb: upper bound in MiB of the gradients reduced in one collective.
+        wait_window: such collectives under way at a time; None for all of them. It bounds what a slow network holds up,
+            and changes no bit.
         idle_expert: what a parameter gets that no rank has a gradient for: "skip" leaves ``grad=None`` as one process
             does, "zero" gives zeros, so that momentum and weight decay move it.
         gradient_dtype: dtype in which gradients are summed over ranks, such as ``torch.bfloat16`` or its name; None is
             each gradient's own.
+        stash: how gradients travel while backward goes on: "stream" on a stream of their own (in threads of the process
+            group on a CPU), "graph" replayed from a recording, a CUDA graph on a GPU, "sync" one after the other. All
+            of them give the same bits.
         accelerator: as in Lightning's ``DDPStrategy``, like the arguments below.
         parallel_devices: see ``accelerator``.
         cluster_environment: see ``accelerator``.
@@ -78,8 +84,10 @@ class MoEClipStrategy(WatchedStrategy):
         expert_parallel_size: int = 1,
         towers: Towers | None = None,
         bucket_size_mb: float = 25.0,
+        wait_window: int | None = None,
         idle_expert: Literal["skip", "zero"] = "skip",
         gradient_dtype: torch.dtype | str | None = None,
+        stash: StashMode = "stream",
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -104,7 +112,9 @@ class MoEClipStrategy(WatchedStrategy):
         )
         self.has_own_timeout = timeout is not default_pg_timeout
         self.expert_parallel_size = expert_parallel_size
-        self._settings = CorridorSettings(towers, bucket_size_mb, checks.dtype_named(gradient_dtype), idle_expert)
+        self._settings = CorridorSettings(
+            towers, bucket_size_mb, checks.dtype_named(gradient_dtype), idle_expert, stash, wait_window
+        )
         self._is_stand_in = self._is_spoiled = False
         self.report = GradReport()
         self._scale_log = ScaleLog()

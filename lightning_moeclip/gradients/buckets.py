@@ -4,48 +4,38 @@ A gradient that autograd hands over fresh is divided and packed into its place i
 freed at once: after backward there is one copy of the gradients, in the buckets.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_moeclip.gradients.collectives import start_sum, sum_over
+from lightning_moeclip.gradients.collectives import sum_over
+from lightning_moeclip.gradients.factors import Factors, ScaleFactors
+from lightning_moeclip.gradients.slabs import places_of
+from lightning_moeclip.kernels.grad_pack import grad_pack
 from lightning_moeclip.parallel.plan import BucketPlan, PlannedParameter
 
-__all__ = ["Bucket", "Slot"]
+__all__ = ["Bucket", "Passage", "Slot"]
 
 
-class ScaleFactors:
-    """Factors of gradients that carry a scale of their own, which its owner changes between two steps.
-
-    Everything stays on the device of the scale: nothing is read on the host.
-    """
-
-    def __init__(self, scale: Tensor, bucket: "Bucket") -> None:
-        self._scale = scale
-        self._bucket = bucket
-        self._version = -1
-        self._factors = (scale, scale)
+class Passage(Protocol):
+    """How the gradients of a bucket are packed, and get into the sum and back."""
 
     @property
-    def pack(self) -> Tensor:
-        """What each gradient is multiplied by: 1/(W a), 0-d."""
-        return self._current()[0]
+    def patience(self) -> float:
+        """Elements of gradients that wait for one another before they are packed; 0 packs each when it comes."""
 
-    @property
-    def reopen(self) -> Tensor:
-        """What a reduced gradient is multiplied by before another is added to it: W a / R, 0-d."""
-        return self._current()[1]
+    def pack(self, bucket: "Bucket") -> None:
+        """Pack what waits."""
 
-    def _current(self) -> tuple[Tensor, Tensor]:
-        if self._version != self._scale._version:
-            self._version = self._scale._version
-            # from the rounded 1/W, so that a power of two changes no bit of a gradient
-            pack = self._bucket.factor_0d / self._scale.detach()
-            self._factors = (pack, 1.0 / (pack * self._bucket.num_replicas))
-        return self._factors
+    def start(self, bucket: "Bucket") -> None:
+        """Close the bucket and start the sum."""
+
+    def end(self, bucket: "Bucket") -> None:
+        """Wait until the views hold the sum."""
 
 
 class Slot:
@@ -54,17 +44,19 @@ class Slot:
     Attributes:
         view: part of the bucket's flat buffer, in the shape and strides of the parameter.
         num_fired: gradients that arrived since the last reduction.
+        is_pending: what came, or was there before, waits in ``.grad`` to be packed.
         is_packed: the view holds this rank's divided gradient.
         is_late: a gradient arrived after the bucket was launched, and waits in ``.grad``.
         is_silent: all that arrived are the zeros of a stand-in for a missing loss, as good as nothing.
-        factors: of a gradient that carries a scale of its own; None divides by the size of the world alone.
+        sums: of what was packed, a row of ``grad_statistics``; None where nobody asked.
+        factors: what its gradients are multiplied by.
         is_local: ``.grad`` is a sum of this rank alone, made while paused. Any other gradient that is there before a
             backward is equal on all replicas: the result of an earlier reduction, or what the user made of it.
     """
 
     __slots__ = (
-        "bucket", "factors", "is_late", "is_local", "is_packed", "is_silent", "num_fired", "parameter", "planned",
-        "view",
+        "bucket", "factors", "is_late", "is_local", "is_packed", "is_pending", "is_silent", "num_fired", "parameter",
+        "planned", "sums", "view",
     )  # fmt: skip
 
     def __init__(
@@ -73,7 +65,7 @@ class Slot:
         parameter: nn.Parameter,
         bucket: "Bucket",
         view: Tensor,
-        factors: ScaleFactors | None,
+        factors: Factors | ScaleFactors,
     ) -> None:
         self.planned = planned
         self.parameter = parameter
@@ -86,14 +78,26 @@ class Slot:
     def reset(self) -> None:
         """Forget the last backward; what the view holds stays."""
         self.num_fired = 0
+        self.is_pending = False
         self.is_packed = False
         self.is_late = False
         self.is_silent = False
+        self.sums: Tensor | None = None
+
+    @property
+    def has_come(self) -> bool:
+        """Whether there is a gradient, packed or not."""
+        return self.is_pending or self.is_packed
 
     @property
     def is_present(self) -> bool:
         """Whether this rank has a gradient to give."""
-        return self.is_packed and not self.is_silent
+        return self.has_come and not self.is_silent
+
+    @property
+    def comes_back_changed(self) -> bool:
+        """Whether reducing an already reduced gradient again, as if it were this rank's own, changes it."""
+        return isinstance(self.factors, ScaleFactors) or self.factors.divisor != self.factors.num_replicas
 
     def keep(self) -> None:
         """Add to this rank's undivided sum, without communication: ``.grad`` becomes the view."""
@@ -101,50 +105,9 @@ class Slot:
         if grad is not self.view:
             # .grad was None or foreign before, so what autograd left is the whole sum
             assert grad is not None, "a hook fired without a gradient"
-            self.view.copy_(grad.detach())
+            grad_pack([grad], [self.view], [self.bucket.factors.one])
             self.parameter.grad = self.view
         self.is_local = True
-
-    def pack(self) -> None:
-        """Divide what autograd left into the view, and free it."""
-        grad = self.parameter.grad
-        assert grad is not None, "a hook fired without a gradient"
-        factor = self.bucket.factor
-        if self.factors is not None:
-            self._pack_scaled(grad.detach(), self.factors.pack)
-        elif self.is_packed:  # fired before in this backward, for another use of the parameter
-            self.view.add_(grad.detach(), alpha=factor)
-        elif grad is self.view:
-            self.view.mul_(factor)
-        else:
-            torch.mul(grad.detach(), self.bucket.factor_0d, out=self.view)
-        self.parameter.grad = None
-        self.is_packed = True
-
-    def _pack_scaled(self, grad: Tensor, factor: Tensor) -> None:
-        # CUDA kernels would round a 0-d factor to the 16 bits of the gradient first
-        wide = grad.to(factor.dtype)
-        if self.is_packed:
-            self.view.add_(wide * factor)
-        else:
-            torch.mul(wide, factor, out=self.view)
-
-    def close(self) -> bool:
-        """Give the view its final content before the launch; returns whether there is a gradient at all."""
-        if self.is_packed:
-            return True
-        grad = self.parameter.grad
-        if grad is None:
-            self.view.zero_()
-            return False
-        if self.is_local:
-            self.pack()
-        else:
-            # comes back as it was, up to rounding: the sum has that many equal terms
-            torch.mul(grad.detach(), 1.0 / self.bucket.num_replicas, out=self.view)
-            self.parameter.grad = None
-            self.is_packed = True
-        return True
 
     def reopen(self) -> None:
         """Before another gradient is added to a reduced one: undo the divisions that packing will repeat.
@@ -153,13 +116,12 @@ class Slot:
         reduced part has to enter as W a / R of itself.
         """
         grad = self.parameter.grad
-        if grad is None or self.is_local or self.bucket.is_launched:
+        if grad is None or self.is_local or self.is_pending or self.bucket.is_launched:
             return
-        factor = 1.0 / (self.bucket.factor * self.bucket.num_replicas) if self.factors is None else self.factors.reopen
         if grad is self.view:
-            self.view.mul_(factor)
+            grad_pack([grad], [grad], [self.factors.reopen])
         else:
-            self.parameter.grad = grad.detach() * factor  # a tensor of the user's stays as it is
+            self.parameter.grad = grad.detach() * self.factors.reopen  # a tensor of the user's stays as it is
 
 
 class Bucket:
@@ -167,44 +129,45 @@ class Bucket:
 
     Attributes:
         slots: places in the flat buffer, in the order in which gradients are expected.
-        factor: what each gradient is multiplied by when packed: 1/W.
-        factor_0d: the same as a 0-d tensor on the CPU, with which a product into a small tensor takes half the time.
-        num_replicas: ranks that sum this bucket.
+        flat: the buffer, a part of a slab.
+        wire: what travels: ``flat``, or a buffer in the dtype of the collectives.
+        factors: what gradients without a scale of their own are multiplied by.
         is_deferred: launched when backward ends: some gradient may not come, or come twice. None until one
             backward was seen.
+        is_watched: sums are taken of what is packed.
     """
 
     def __init__(
         self,
         plan: BucketPlan,
         parameters: Mapping[str, nn.Parameter],
+        flat: Tensor,
         *,
         divisor: int,
         num_replicas: int,
         group: dist.ProcessGroup | None,
+        passage: Passage,
         wire_dtype: torch.dtype | None = None,
         divisors: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         self.plan = plan
-        self.factor = 1.0 / divisor
-        # in the precision that a Python number would be taken in: 16-bit gradients are multiplied in float32
-        self.factor_0d = torch.tensor(self.factor, dtype=torch.promote_types(plan.dtype, torch.float32).to_real())
-        self.num_replicas = num_replicas
+        self.factors = Factors.of(plan.dtype, divisor=divisor, num_replicas=num_replicas)
         self.group = group
         self.is_deferred: bool | None = None
-        self.num_packed = 0
+        self.is_watched = False
+        self.num_come = 0
         self.is_launched = False
-        self._work: dist.Work | None = None
-        members = [(planned, parameters[planned.name]) for planned in plan.parameters]
-        self.flat = torch.zeros(sum(p.numel() for _, p in members), dtype=plan.dtype, device=plan.device)
-        self._wire = None if wire_dtype in (None, plan.dtype) else torch.empty_like(self.flat, dtype=wire_dtype)
-        parts = self.flat.split([p.numel() for _, p in members])
-        factors = {id(scale): ScaleFactors(scale, self) for scale in divisors.values()}
+        self._passage = passage
+        self._pending: list[tuple[Slot, Tensor]] = []
+        self._num_pending = 0
+        self.flat = flat
+        self.wire = flat if wire_dtype in (None, plan.dtype) else torch.zeros_like(flat, dtype=wire_dtype)
+        scaled = {id(scale): ScaleFactors(scale, self.factors) for scale in divisors.values()}
         self.slots = []
-        for (planned, parameter), part in zip(members, parts, strict=True):
-            scale = divisors.get(planned.name)
-            own = None if scale is None else factors[id(scale)]
-            self.slots.append(Slot(planned, parameter, self, _view_like(part, parameter), own))
+        for planned, (first, end) in zip(plan.parameters, places_of(plan), strict=True):
+            parameter, scale = parameters[planned.name], divisors.get(planned.name)
+            own = self.factors if scale is None else scaled[id(scale)]
+            self.slots.append(Slot(planned, parameter, self, _view_like(flat[first:end], parameter), own))
 
     @property
     def num_bytes(self) -> int:
@@ -212,55 +175,149 @@ class Bucket:
         return self.flat.numel() * self.flat.element_size()
 
     @property
+    def num_replicas(self) -> int:
+        """Ranks that sum this bucket."""
+        return self.factors.num_replicas
+
+    @property
     def is_full(self) -> bool:
         """Whether every gradient has come."""
-        return self.num_packed == len(self.slots)
+        return self.num_come == len(self.slots)
 
     def reset(self) -> None:
         """Make ready for the next backward."""
-        self.num_packed = 0
+        self.num_come = 0
         self.is_launched = False
         for slot in self.slots:
             slot.reset()
 
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        """Dtype in which gradients are summed."""
-        return self.flat.dtype if self._wire is None else self._wire.dtype
+    def take(self, slot: Slot) -> None:
+        """Note that a gradient came, and pack it, or a batch of them: a launch of a kernel costs more than its work."""
+        if not slot.has_come:
+            self.num_come += 1
+        if not self._passage.patience:
+            self._pack_one(slot)
+        elif not slot.is_pending:
+            self._put_off(slot, slot.factors.pack)
+            if self._num_pending >= self._passage.patience:
+                self._passage.pack(self)
+
+    def _pack_one(self, slot: Slot) -> None:
+        """``pack`` of one, which is called for every gradient of a step."""
+        accumulates = slot.is_packed
+        sums = grad_pack(
+            (_let_go(slot),),
+            (slot.view,),
+            (slot.factors.pack,),
+            accumulates=accumulates,
+            with_statistics=self.is_watched,
+        )
+        if sums is not None:
+            slot.sums = sums[0]
+
+    def _put_off(self, slot: Slot, factor: Tensor) -> None:
+        slot.is_pending = True
+        self._pending.append((slot, factor))
+        self._num_pending += slot.view.numel()
+
+    def pack(self, members: Sequence[tuple[Slot, Tensor]], *, accumulates: bool = False) -> list[Tensor]:
+        """Multiply what is in ``.grad`` into the views, and let go of it.
+
+        Args:
+            members: slots, and what each gradient is multiplied by, 0-d.
+            accumulates: the views hold an earlier part of this backward.
+
+        Returns:
+            What was read, which has to live until it has been.
+        """
+        gradients = [_let_go(slot) for slot, _ in members]
+        sums = grad_pack(
+            gradients,
+            [slot.view for slot, _ in members],
+            [factor for _, factor in members],
+            accumulates=accumulates,
+            with_statistics=self.is_watched,
+        )
+        for index, (slot, _) in enumerate(members):
+            slot.sums = None if sums is None else sums[index]
+        return gradients
+
+    def pack_pending(self) -> list[Tensor]:
+        """Pack everything that waits; returns what was read."""
+        pending = self._take_pending()
+        fresh, more = ([p for p in pending if p[0].is_packed is again] for again in (False, True))
+        read = self.pack(fresh) if fresh else []
+        return read + (self.pack(more, accumulates=True) if more else [])
+
+    def hand_over(self) -> list[tuple[Slot, Tensor, Tensor]]:
+        """What waits, for somebody else to pack: slots, gradients and their factors."""
+        return [(slot, _let_go(slot), factor) for slot, factor in self._take_pending()]
+
+    def pending_slots(self) -> list[Slot]:
+        """Whose gradients wait to be packed."""
+        return [slot for slot, _ in self._pending]
+
+    def _take_pending(self) -> list[tuple[Slot, Tensor]]:
+        pending, self._pending, self._num_pending = self._pending, [], 0
+        return pending
+
+    def gather_rest(self) -> None:
+        """Have all that this rank gives to the sum packed or waiting, and zeros where there is nothing."""
+        for slot in self.slots:
+            if not slot.has_come:
+                self.settle(slot)
+
+    def settle(self, slot: Slot) -> None:
+        """Make do with what is there of a slot for which nothing came."""
+        if slot.parameter.grad is None:
+            slot.view.zero_()
+        else:
+            # what was reduced before comes back as it was, up to rounding: the sum has that many equal terms
+            self._put_off(slot, slot.factors.pack if slot.is_local else self.factors.share)
 
     def close(self) -> None:
-        """Fill what is missing with zeros."""
-        for slot in self.slots:
-            slot.close()
+        """Give every place its final content before the sum."""
+        self.gather_rest()
+        self._passage.pack(self)
 
     def launch(self) -> None:
         """Close and start the sum."""
-        self.close()
         self.is_launched = True
-        if self._wire is not None:
-            self._wire.copy_(self.flat)
-        self._work = start_sum(self.flat if self._wire is None else self._wire, self.group)
+        self._passage.start(self)
 
     def wait(self) -> None:
         """Wait for the sum; the views hold the reduced gradients afterwards."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        if self._wire is not None:
-            self.flat.copy_(self._wire)
+        self._passage.end(self)
+
+    def to_wire(self) -> None:
+        """Cast what is packed for its way."""
+        if self.wire is not self.flat:
+            self.wire.copy_(self.flat)
+
+    def from_wire(self) -> None:
+        """Cast the sum back."""
+        if self.wire is not self.flat:
+            self.flat.copy_(self.wire)
 
     def add_late_parts(self) -> None:
         """Reduce what arrived after the launch and add it; every rank of the group must call this."""
         late = torch.zeros_like(self.flat)
-        parts = late.split([slot.view.numel() for slot in self.slots])
-        for slot, part in zip(self.slots, parts, strict=True):
+        for slot, (first, end) in zip(self.slots, places_of(self.plan), strict=True):
             if slot.is_late:
                 grad = slot.parameter.grad
                 assert grad is not None, "a late gradient was lost"
-                factor = self.factor if slot.factors is None else slot.factors.pack
-                torch.mul(grad.detach(), factor, out=_view_like(part, slot.parameter))
+                grad_pack([grad], [_view_like(late[first:end], slot.parameter)], [slot.factors.pack])
                 slot.parameter.grad = None
         self.flat.add_(sum_over(late, self.group))
+
+
+def _let_go(slot: Slot) -> Tensor:
+    """The gradient of a slot, which is packed from now on."""
+    grad = slot.parameter.grad
+    assert grad is not None, "a hook fired without a gradient"
+    slot.parameter.grad = None
+    slot.is_pending, slot.is_packed = False, True
+    return grad
 
 
 def _view_like(part: Tensor, parameter: nn.Parameter) -> Tensor:

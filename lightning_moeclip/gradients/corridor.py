@@ -14,6 +14,7 @@ from lightning_moeclip.gradients.master_parameter import model_parameter
 from lightning_moeclip.gradients.masters import MasterWeights
 from lightning_moeclip.gradients.reducer import Reducer
 from lightning_moeclip.gradients.report import Attendance
+from lightning_moeclip.gradients.stash import StashMode, check_stash
 from lightning_moeclip.gradients.statistics import LayerStatistics
 from lightning_moeclip.parallel import checks
 from lightning_moeclip.parallel.mesh import Mesh
@@ -32,12 +33,16 @@ class CorridorSettings:
         bucket_size_mb: upper bound of a bucket, in MiB.
         gradient_dtype: dtype in which gradients are summed over ranks; None is each gradient's own.
         idle_expert: what a parameter without a gradient on any rank gets: "skip" None, "zero" zeros.
+        stash: how buckets travel.
+        wait_window: buckets in flight at a time; None for all of them.
     """
 
     towers: Towers | None = None
     bucket_size_mb: float = 25.0
     gradient_dtype: torch.dtype | None = None
     idle_expert: Literal["skip", "zero"] = "skip"
+    stash: StashMode = "stream"
+    wait_window: int | None = None
 
     def __post_init__(self) -> None:
         if not self.bucket_size_mb > 0:
@@ -46,6 +51,7 @@ class CorridorSettings:
             raise ValueError(f'idle_expert={self.idle_expert!r} must be "skip" (the default) or "zero".')
         if self.gradient_dtype is not None and not self.gradient_dtype.is_floating_point:
             raise ValueError(f"gradient_dtype={self.gradient_dtype} must be a floating-point dtype, or None.")
+        check_stash(self.stash, self.wait_window)
 
 
 def optimizer_only_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
@@ -161,6 +167,8 @@ class GradientCorridor:
             trainable,
             self._mesh,
             wire_dtype=self._settings.gradient_dtype,
+            stash=self._settings.stash,
+            wait_window=self._settings.wait_window,
             divisors=divisors,
             is_idle_zero=self._settings.idle_expert == "zero",
             count_unplanned=self.count_unplanned,

@@ -1,7 +1,6 @@
 """From autograd's hooks to reduced gradients: pack, launch in one fixed order, wait, agree on who was missing.
 
-The end of a reduction reads one small reduced vector on the host, the roll call: a parameter without a gradient on
-any rank must end with ``grad=None``, and what arrived late must be reduced by all ranks or by none.
+The end of a reduction reads one small reduced vector on the host, the roll call.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,17 +11,16 @@ from torch import Tensor, nn
 
 from lightning_moeclip.gradients.buckets import Bucket, Slot
 from lightning_moeclip.gradients.collectives import sum_over
-from lightning_moeclip.gradients.rank_flags import flag_fields, flagged_ranks, num_flag_fields
 from lightning_moeclip.gradients.report import Attendance, ReductionResidual
 from lightning_moeclip.gradients.residual import ResidualSample
+from lightning_moeclip.gradients.roll_call import Answer, RollCall, Totals
+from lightning_moeclip.gradients.slabs import allocate
+from lightning_moeclip.gradients.stash import GradStash, StashMode, passage_for
 from lightning_moeclip.gradients.statistics import LayerStatistics
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import SyncPlan
 
 __all__ = ["Reducer"]
-
-# fields of the roll call before the presence of each parameter; flags of more than 52 ranks take further ones
-_STEP, _STEP_SQUARED, _LIVE, _SPOILED, _LATE, _UNPLANNED, _TERMINATE, _LAST_BATCH, _NUM_FIELDS = range(9)
 
 
 class Reducer:
@@ -46,6 +44,8 @@ class Reducer:
         mesh: Mesh,
         *,
         wire_dtype: torch.dtype | None = None,
+        stash: StashMode = "stream",
+        wait_window: int | None = None,
         divisors: Mapping[str, Tensor] = MappingProxyType({}),
         is_idle_zero: bool = False,
         count_unplanned: Callable[[], int] = lambda: 0,
@@ -60,6 +60,8 @@ class Reducer:
             parameters: the Parameter objects by name.
             mesh: axes and groups.
             wire_dtype: dtype of the collectives; None sends gradients as they are.
+            stash: how buckets travel.
+            wait_window: buckets in flight at a time; None for all of them.
             divisors: what this rank's gradients of a parameter are divided by beside the size of the world, by its
                 name: 0-d powers of two, which their owner may change in place between two steps. Only the gradients
                 of a backward are divided: reduced ones that are there stay.
@@ -76,10 +78,11 @@ class Reducer:
         self._count_unplanned = count_unplanned
         self._on_unplanned = on_unplanned
         self._on_finished = on_finished
-        self.buckets = self._make_buckets(parameters, wire_dtype, divisors)
+        self._stash = GradStash(wait_window)
+        self.buckets = self._make_buckets(parameters, wire_dtype, stash, divisors)
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
-        self._num_fields = _LAST_BATCH + num_flag_fields(mesh.world_size)
-        self._roll = self._make_roll()
+        device = self.buckets[0].flat.device if self.buckets else torch.device("cpu")
+        self.roll_call = RollCall(mesh, len(self._slots), device)
         self._order = list(self.buckets)
         self._be_idle()
         self._accumulators: list[torch.autograd.graph.Node] = []
@@ -88,24 +91,26 @@ class Reducer:
             self._hook(slot)
 
     def _make_buckets(
-        self, parameters: Mapping[str, nn.Parameter], wire_dtype: torch.dtype | None, divisors: Mapping[str, Tensor]
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        wire_dtype: torch.dtype | None,
+        stash: StashMode,
+        divisors: Mapping[str, Tensor],
     ) -> list[Bucket]:
         return [
             Bucket(
                 bucket,
                 parameters,
+                flat,
                 divisor=self.plan.divisor,
                 num_replicas=len(self.plan.replicas[bucket.axis]),
                 group=self._mesh.gradient_groups[bucket.axis],
+                passage=passage_for(stash, bucket.device)(),
                 wire_dtype=wire_dtype,
                 divisors=divisors,
             )
-            for bucket in self.plan.buckets
+            for bucket, flat in zip(self.plan.buckets, allocate(self.plan, self._mesh.gradient_groups), strict=True)
         ]
-
-    def _make_roll(self) -> Tensor:
-        device = self._slots[0].view.device if self._slots else torch.device("cpu")
-        return torch.zeros(self._num_fields + len(self._slots), dtype=torch.float64, device=device)
 
     def _be_idle(self) -> None:
         """Begin where no backward is under way and nobody has asked for anything."""
@@ -128,7 +133,7 @@ class Reducer:
         is_trainable = parameter.requires_grad
         parameter.requires_grad_(True)  # also one that is switched off for a moment
         self._handles.append(parameter.register_post_accumulate_grad_hook(lambda _: self._on_gradient(slot)))
-        if slot.bucket.num_replicas != self.plan.divisor or slot.factors is not None:
+        if slot.comes_back_changed:
             # not a hook of the parameter: torch.autograd.grad, which adds nothing to .grad, calls those too
             accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
             self._accumulators.append(accumulator)  # autograd makes a new one, without the hook, when nobody holds it
@@ -159,8 +164,7 @@ class Reducer:
     def abandon(self) -> None:
         """Forget a backward that an exception ended before its reduction; what the ranks launched comes to its end."""
         if self._is_open:
-            for bucket in self._order[: self._next]:
-                bucket.wait()
+            self._stash.flush()
             self._close()
         self._is_driven = self._is_aborted = False
 
@@ -199,18 +203,15 @@ class Reducer:
                 slot.keep()
             return
         self._open()
-        slot.is_silent = says_nothing and (slot.is_silent or not slot.is_packed)
+        slot.is_silent = says_nothing and (slot.is_silent or not slot.has_come)
         slot.num_fired += 1
         bucket = slot.bucket
         if bucket.is_launched:
             slot.is_late = True  # the buffer is in flight: this part waits in .grad
             return
-        is_first = not slot.is_packed
-        slot.pack()
-        if is_first:
-            bucket.num_packed += 1
-            if bucket.is_full:
-                self._launch_ready()
+        bucket.take(slot)
+        if bucket.is_full:
+            self._launch_ready()
 
     def _says_nothing(self, slot: Slot) -> bool:
         """Whether a stand-in's backward left a fresh zero: what is not zero is owed to the losses of other ranks."""
@@ -220,6 +221,7 @@ class Reducer:
     def _open(self) -> None:
         if not self._is_open:
             self._is_open = True
+            self._watch_or_not()
             if not self._is_driven:
                 # a raw loss.backward(): autograd calls back when it ends
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish_raw)
@@ -241,7 +243,7 @@ class Reducer:
             bucket = self._order[self._next]
             if bucket.is_deferred is not False or not bucket.is_full:
                 return
-            bucket.launch()
+            self._stash.launch(bucket)
             self._next += 1
 
     @torch.no_grad()
@@ -254,22 +256,27 @@ class Reducer:
         self.is_live = True
         if self.is_paused:
             return
+        self._watch_or_not()
         sample = self._watch() if self._is_watched else None
         for bucket in self._order[self._next :]:
-            bucket.launch()
-        totals = self._call_roll()
-        for bucket in self._order:
-            bucket.wait()
+            self._stash.launch(bucket)
+        totals = self.roll_call.call(self._answer())
+        self._stash.flush()
         self.residual = None if sample is None else sample.compare(self._order)
-        if totals[_LATE] > 0:
+        if totals.has_late:
             for bucket in self._order:
                 bucket.add_late_parts()
         attendance = self._hand_out(totals)
         self._learn_order(totals)
         self._close()
-        if totals[_UNPLANNED] > 0:
+        if totals.has_unplanned:
             self._on_unplanned()
         self._on_finished(attendance)
+
+    def _watch_or_not(self) -> None:
+        is_watched = self._statistics is not None and self._statistics.is_asked
+        for bucket in self.buckets:
+            bucket.is_watched = is_watched
 
     def _watch(self) -> ResidualSample | None:
         """Read the gradients of this rank as they go into the sum."""
@@ -280,46 +287,27 @@ class Reducer:
             if sample is not None:
                 sample.take(bucket)
         if statistics is not None:
-            statistics.take_local((slot.parameter, slot.view) for slot in self._slots if slot.is_present)
+            statistics.take_local([(slot.parameter, slot.sums) for slot in self._slots if slot.is_present])
         return sample
 
-    def _call_roll(self) -> list[float]:
-        world_size = self._mesh.world_size
-        roll = [0.0] * self._roll.numel()
-        roll[_STEP], roll[_STEP_SQUARED] = float(self.step), float(self.step**2)
-        roll[_LIVE] = float(self._was_live)
-        roll[_SPOILED] = float(self._was_spoiled)
-        roll[_LATE] = float(sum(slot.is_late for slot in self._slots))
-        roll[_UNPLANNED] = float(self._count_unplanned())
-        roll[_TERMINATE] = float(self.is_termination_requested)
-        roll[_LAST_BATCH : self._num_fields] = flag_fields(
-            self.is_last_batch, rank=self._mesh.rank, world_size=world_size
+    def _answer(self) -> Answer:
+        return Answer(
+            step=self.step,
+            is_live=self._was_live,
+            is_spoiled=self._was_spoiled,
+            num_late=sum(slot.is_late for slot in self._slots),
+            num_unplanned=self._count_unplanned(),
+            is_termination_requested=self.is_termination_requested,
+            is_last_batch=self.is_last_batch,
+            # one that was there before counts as many: its bucket is not to be launched early
+            num_fired=[(slot.num_fired or 2) if slot.is_present else 0 for slot in self._slots],
         )
-        for index, slot in enumerate(self._slots, start=self._num_fields):
-            if slot.is_present:
-                roll[index] = 1.0 if slot.num_fired == 1 else world_size + 1.0
-        self._roll.copy_(torch.tensor(roll, dtype=torch.float64))
-        totals = sum_over(self._roll, self._mesh.gradient_groups["dp"]).tolist()
-        if world_size * totals[_STEP_SQUARED] != totals[_STEP] ** 2:
-            ending = flagged_ranks(totals[_LAST_BATCH : self._num_fields])
-            raise RuntimeError(
-                f"The ranks reduce gradients of different steps: this rank is in step {self.step}, and "
-                f"{totals[_STEP] / world_size:g} is the mean. "
-                + (
-                    f"The loaders of ranks {list(ending)} have ended. Where gradients accumulate, a rank steps on its "
-                    "last batch while the others go on: give every rank the same number of batches."
-                    if ending
-                    else "A rank has left out a backward. In manual optimization every rank calls backward equally "
-                    "often: let one that has no loss call it on a zero."
-                )
-            )
-        return totals
 
-    def _hand_out(self, totals: list[float]) -> Attendance:
+    def _hand_out(self, totals: Totals) -> Attendance:
         absent = []
-        is_any = totals[_LIVE] > 0 and totals[_SPOILED] == 0
-        for slot, presence in zip(self._slots, totals[self._num_fields :], strict=True):
-            is_present = presence > 0 and is_any
+        is_any = totals.num_live > 0 and not totals.is_spoiled
+        for slot, is_somewhere in zip(self._slots, totals.is_present, strict=True):
+            is_present = is_somewhere and is_any
             if not is_present:
                 absent.append(slot.planned.name)
                 slot.view.zero_()
@@ -327,22 +315,21 @@ class Reducer:
             slot.parameter.grad = slot.view if is_shown else None
             slot.is_local = False
         return Attendance(
-            num_live_ranks=int(totals[_LIVE]),
+            num_live_ranks=totals.num_live,
             absent=tuple(absent),
-            is_spoiled=totals[_SPOILED] > 0,
-            is_termination_requested=totals[_TERMINATE] > 0,
-            ending_ranks=flagged_ranks(totals[_LAST_BATCH : self._num_fields]),
+            is_spoiled=totals.is_spoiled,
+            is_termination_requested=totals.is_termination_requested,
+            ending_ranks=totals.ending_ranks,
         )
 
-    def _learn_order(self, totals: list[float]) -> None:
+    def _learn_order(self, totals: Totals) -> None:
         """Move buckets whose gradients do not all come exactly once behind the others, equally on all ranks."""
-        if totals[_LIVE] < self._mesh.world_size:
+        if totals.num_live < self._mesh.world_size:
             return  # a rank without a loss says nothing about which gradients come
-        presence = iter(totals[self._num_fields :])
+        is_steady = iter(totals.is_steady)
         for bucket in self.buckets:
-            counts = [next(presence) for _ in bucket.slots]
-            is_steady = all(count == self._mesh.world_size for count in counts)
-            bucket.is_deferred = bool(bucket.is_deferred) or not is_steady
+            steady = [next(is_steady) for _ in bucket.slots]
+            bucket.is_deferred = bool(bucket.is_deferred) or not all(steady)
         self._order = sorted(self.buckets, key=lambda bucket: bool(bucket.is_deferred))
 
     @torch.no_grad()
@@ -356,9 +343,10 @@ class Reducer:
         presence = torch.tensor([float(slot.parameter.grad is not None) for slot in newcomers])
         for slot in newcomers:
             slot.is_local = True  # nobody has reduced it
-            slot.close()
+            slot.bucket.settle(slot)
+            slot.bucket.pack_pending()
             sum_over(slot.view, slot.bucket.group)
-        totals = sum_over(presence.to(self._roll.device), self._mesh.gradient_groups["dp"]).tolist()
+        totals = sum_over(presence.to(self.roll_call.vector.device), self._mesh.gradient_groups["dp"]).tolist()
         for slot, total in zip(newcomers, totals, strict=True):
             slot.parameter.grad = slot.view if total > 0 or self._is_idle_zero else None
             slot.is_local = False

@@ -35,7 +35,7 @@ class ResidualSample:
     @staticmethod
     def covers(bucket: Bucket) -> bool:
         """Whether the bucket loses anything on its way."""
-        return bucket.group is not None and bucket.flat.numel() > 0 and bucket.wire_dtype.itemsize < 4
+        return bucket.group is not None and bucket.flat.numel() > 0 and bucket.wire.dtype.itemsize < 4
 
     def take(self, bucket: Bucket) -> None:
         """Keep elements of a bucket that is about to be launched."""
@@ -62,6 +62,6 @@ class ResidualSample:
             # all replicas find the same numbers
             own = torch.stack([error, exact.abs().sum(), error.new_tensor(float(len(places)))]) / bucket.num_replicas
             sums += own.to(sums.device)
-            epsilon = max(epsilon, torch.finfo(bucket.wire_dtype).eps)
+            epsilon = max(epsilon, torch.finfo(bucket.wire.dtype).eps)
         total, norm, number = sum_over(sums, self._mesh.gradient_groups["dp"]).tolist()
         return ReductionResidual(total, norm, epsilon, round(number))

@@ -179,14 +179,12 @@ class LayerStatistics:
         self._local = None
 
     def take_local(self, packed: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-        """Read what this rank gives to the sum; every rank calls this, also one without gradients.
+        """Take what is known of what this rank gives to the sum; every rank calls this, also one without gradients.
 
         Args:
-            packed: parameters of the module and their gradients divided by W, still times the loss scale.
+            packed: parameters of the module and the sums of their gradients divided by W, still times the loss scale.
         """
-        members = list(packed)
-        rows = _statistics_of([gradient for _, gradient in members], self._device)
-        self._local = {id(parameter): row for (parameter, _), row in zip(members, rows, strict=True)}
+        self._local = {id(parameter): sums.to(self._device) for parameter, sums in packed}
 
     @torch.no_grad()
     def publish(self, stepped: Iterable[nn.Parameter], *, loss_scale: Tensor | None) -> GradStatistics:

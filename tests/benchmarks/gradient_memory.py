@@ -35,9 +35,9 @@ class Counted(TwoTowers):
     def _bytes(self) -> int:
         corridor = self.trainer.strategy._corridor
         assert corridor is not None
-        buffers = [corridor.reducer._roll]
+        buffers = [corridor.reducer.roll_call.vector]
         for bucket in corridor.reducer.buckets:
-            buffers += [bucket.flat] if bucket._wire is None else [bucket.flat, bucket._wire]
+            buffers += [bucket.flat, bucket.wire]
         grads = [p.grad for p in self.parameters() if p.grad is not None]
         storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in (*grads, *buffers))}
         return sum(storages.values())

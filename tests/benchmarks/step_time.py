@@ -6,6 +6,8 @@ step of Lightning's loop and nothing else runs meanwhile. All ranks meet at a ba
 takes as long as its slowest rank.
 
 * ``ours``: ``MoEClipStrategy()``.
+* ``watched``: the same with statistics of all gradients, before and after the reduction, in one step of fifty, as a
+  ``VarianceHeatmap`` with its defaults asks for them. Its figure is of sums over all steps, also of those.
 * ``stock``: ``DDPStrategy(find_unused_parameters=True)``.
 * ``no sync``: ours without the reducer, so that the difference is the synchronisation alone.
 * ``naive``: the same plus one blocking all-reduce per parameter after backward.
@@ -31,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_moeclip import MoEClipStrategy
-from lightning_moeclip.binding import DDPStrategy, Trainer
+from lightning_moeclip.binding import Callback, DDPStrategy, Trainer
 from lightning_moeclip.testing import Rank, on_ranks
 from tests.benchmarks import measure
 from tests.benchmarks.two_towers import TwoTowers, batches
@@ -60,6 +62,14 @@ class Naive(NoSync):
                 dist.all_reduce(parameter.grad)
                 parameter.grad.div_(self.world_size)
         return loss
+
+
+class Ask(Callback):
+    """Asks for statistics as often as a Trainer logs."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
+            trainer.strategy.ask_for_statistics()
 
 
 class Arm:
@@ -135,6 +145,7 @@ def measure_steps(rank: Rank, rounds: int, warmup: int) -> dict[str, Any]:
     data = batches(rank.index, rounds + warmup + 1)
     fits = {
         "ours": Arm(MoEClipStrategy(), data),
+        "watched": Arm(MoEClipStrategy(), data, arguments={"logger": False, "callbacks": [Ask()]}),
         "stock": Arm(DDPStrategy(find_unused_parameters=True), data),
         "no sync": Arm(NoSync(), data),
         "naive": Arm(Naive(), data),
@@ -151,7 +162,7 @@ def measure_steps(rank: Rank, rounds: int, warmup: int) -> dict[str, Any]:
         fit.step()  # the last batch: the fit ends
     return {
         "seconds": dict(zip(seconds, slowest.tolist(), strict=True)),
-        "errors": {name: _difference(fits["stock"].module, fits[name].module) for name in ("ours", "naive")},
+        "errors": {name: _difference(fits["stock"].module, fits[name].module) for name in ("ours", "watched", "naive")},
         "parameters": size,
         "buckets": buckets,
     }
@@ -176,9 +187,16 @@ def summarise(seconds: dict[str, list[float]]) -> tuple[list[tuple[str, measure.
     def of_costs(above: torch.Tensor, below: torch.Tensor) -> measure.Figure:
         return measure.bootstrap(lambda draw: measure.middle(above[draw]) / measure.middle(below[draw]), rounds)[0]
 
+    def of_sums(above: torch.Tensor, below: torch.Tensor) -> measure.Figure:
+        return measure.bootstrap(lambda draw: above[draw].sum(1) / below[draw].sum(1), rounds)[0]
+
     own, spread = measure.bootstrap(lambda draw: measure.middle(cost["ours"][draw]), rounds)
     figures = [
         ("step: ours / stock DDP(find_unused)", measure.paired_ratio(seconds["ours"], seconds["stock"])),
+        (
+            "step: ours with statistics / stock DDP(find_unused)",
+            measure.paired_ratio(seconds["watched"], seconds["stock"]),
+        ),
         ("step: ours / no sync", measure.paired_ratio(seconds["ours"], seconds["no sync"])),
         ("sync: (naive - no sync) / (ours - no sync)", of_costs(cost["naive"], cost["ours"])),
         ("sync: (stock - no sync) / (ours - no sync)", of_costs(cost["stock"], cost["ours"])),
@@ -190,7 +208,7 @@ def summarise(seconds: dict[str, list[float]]) -> tuple[list[tuple[str, measure.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--keep", action="store_true", help="print only, and leave the results file as it is")
     arguments = parser.parse_args()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_moeclip import MoEClipStrategy
 from lightning_moeclip.binding import Callback, LightningModule
-from lightning_moeclip.gradients.reducer import _NUM_FIELDS
+from lightning_moeclip.gradients.roll_call import NUM_FIELDS
 from lightning_moeclip.parallel import ledger
 from lightning_moeclip.testing import Rank, on_ranks
 from tests.gradients.one_process import (
@@ -101,7 +101,7 @@ def check(rank: Rank, uses: Callable = lambda *_: "ab", *, name: str, before: Ca
 
 @on_ranks(2)
 def test_accumulation_equals_one_process_and_communicates_once_per_step(rank: Rank) -> None:
-    num_rolled = _NUM_FIELDS + 6  # of the roll call: the parameters of three layers
+    num_rolled = NUM_FIELDS + 6  # of the roll call: the parameters of three layers
     for accumulate in (1, 2, 3):
         with logged_collectives() as log:
             check(rank, name=f"accumulation of {accumulate}", accumulate=accumulate)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_moeclip import MoEClipStrategy
 from lightning_moeclip.binding import LightningModule
-from lightning_moeclip.gradients.reducer import _NUM_FIELDS
+from lightning_moeclip.gradients.roll_call import NUM_FIELDS
 from lightning_moeclip.parallel.agreement import gather_objects
 from lightning_moeclip.testing import Rank, on_ranks
 from lightning_moeclip.testing.on_ranks import RanksFailed
@@ -189,7 +189,7 @@ def test_bucket_is_reduced_once_per_step_under_activation_checkpointing(rank: Ra
             fit(kind(), rank)
         sums = [n for call, group, n in log if call == "all_reduce" and group == "moeclip_gradients_dp"]
         num_elements = sum(p.numel() for p in kind().parameters())
-        assert sums == [num_elements, _NUM_FIELDS + len(list(kind().parameters()))] * len(BATCHES), kind.__name__
+        assert sums == [num_elements, NUM_FIELDS + len(list(kind().parameters()))] * len(BATCHES), kind.__name__
 
 
 class SeveralTypes(Base):

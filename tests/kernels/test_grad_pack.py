@@ -90,6 +90,10 @@ def test_a_gradient_of_other_strides_than_its_place_lies_where_its_indices_say()
     assert all(torch.equal(place, 2 * gradient) for place, gradient in zip(places, gradients, strict=True))
     assert found is not None
     assert_sums(found, places)
+    for place in places:
+        place.fill_(math.nan)
+    assert grad_pack(gradients, places, [torch.tensor(2.0)] * 5) is None
+    assert all(torch.equal(place, 2 * gradient) for place, gradient in zip(places, gradients, strict=True))
 
 
 def test_nonfinite_elements_are_written_through_and_in_no_sum() -> None:

@@ -109,8 +109,8 @@ def test_tensors_of_other_layouts_lie_where_their_indices_say() -> None:
 
 
 def test_mates_have_their_dot_product_and_square() -> None:
-    gradients = [noise(70, 30), noise(5), noise(6, dtype=BF16), noise(4, dtype=torch.complex64), noise(8, 2).T]
-    mates = [noise(70, 30, seed=1), None, noise(6, dtype=BF16, seed=1), gradients[3].conj(), noise(2, 8)]
+    gradients = [noise(91, 91), noise(5), noise(6, dtype=BF16), noise(4, dtype=torch.complex64), noise(8, 2).T]
+    mates = [noise(91, 91, seed=1), None, noise(6, dtype=BF16, seed=1), gradients[3].conj(), noise(2, 8)]
     gradients[0][3, 1], mates[0][2, 0] = math.inf, math.nan
     places = [torch.empty_like(gradient) for gradient in gradients]
     found = grad_pack(gradients, places, [torch.tensor(0.7)] * 5, with_statistics=True, mates=mates)
@@ -156,7 +156,7 @@ def test_a_plan_writes_to_its_places_what_was_loaded_last() -> None:
     plan = PackPlan(places, dtypes=[FP32, BF16, FP32, FP32], with_statistics=True, with_mates=True)
     table = plan.table
     for seed in range(2):
-        # of other strides, and at an address that is not aligned as its place is
+        # of other strides, and at another distance from a multiple of 16 bytes than its place
         gradients = [noise(8, 8, seed=seed).T, noise(1, dtype=BF16), torch.zeros(0), noise(136, seed=seed)[1:]]
         mates = [noise(8, 8, seed=9), None, None, noise(135, seed=9)]
         factors = factors_of([0.5, 0.25, 1.0, 0.3 + seed], FP32)
@@ -176,12 +176,27 @@ def test_a_plan_writes_to_its_places_what_was_loaded_last() -> None:
     plan.release()
 
 
+def test_only_a_gradient_at_a_worse_address_than_its_place_is_copied() -> None:
+    """The interpreter reads from any address: on a GPU, wide loads need multiples of 16 bytes."""
+    gradient, flat = noise(41)[1:], torch.zeros(44)
+    for place, is_copied in ((flat[4:], True), (flat[1:41], False)):
+        plan = PackPlan([place])
+        plan.load([gradient], factors_of([1.0], FP32))
+        address = int(plan._walk._addresses[0, 0])
+        assert (address == gradient.data_ptr()) != is_copied
+        assert address % 16 == 0 or not is_copied
+        plan.launch()
+        assert torch.equal(place, gradient)
+
+
 def test_a_plan_refuses_what_it_was_not_laid_out_for() -> None:
     plan = PackPlan([torch.zeros(3)])
     with pytest.raises(AssertionError, match="of the dtype that was laid out"):
         plan.load([torch.zeros(3, dtype=BF16)], factors_of([1.0], FP32))
     with pytest.raises(AssertionError, match="of the dtype that was laid out"):
         plan.load([torch.zeros(3)], factors_of([1.0], FP64))
+    with pytest.raises(AssertionError, match="of the shape that was laid out"):
+        plan.load([torch.zeros(1, 3)], factors_of([1.0], FP32))
     with pytest.raises(AssertionError, match="places fill memory without holes"):
         PackPlan([torch.zeros(4, 4)[:, ::2]])
     with pytest.raises(AssertionError, match="mates are for the statistics"):

@@ -1,0 +1,132 @@
+"""The roll call: what the ranks tell one another at the end of a reduction, in one small sum read on the host.
+
+A parameter without a gradient on any rank must end with ``grad=None``, what arrived late must be reduced by all ranks
+or by none, and ranks that are in different steps must not take one another's gradients for their own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_moeclip.gradients.collectives import sum_over
+from lightning_moeclip.gradients.rank_flags import flag_fields, flagged_ranks, num_flag_fields
+from lightning_moeclip.parallel.mesh import Mesh
+
+__all__ = ["NUM_FIELDS", "Answer", "RollCall", "Totals"]
+
+# fields before the presence of each parameter; flags of more than 52 ranks take further ones
+_STEP, _STEP_SQUARED, _LIVE, _SPOILED, _LATE, _UNPLANNED, _TERMINATE, _LAST_BATCH, NUM_FIELDS = range(9)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one rank has to say.
+
+    Attributes:
+        step: number of training steps that it has begun.
+        is_live: its loss counts.
+        is_spoiled: it gave up a loss that was not finite, after it had sent such values to others.
+        num_late: gradients that came after their bucket was launched.
+        num_unplanned: trainable parameters that the plan does not know.
+        is_termination_requested: it was told to end.
+        is_last_batch: its loader ends with the batch at hand.
+        num_fired: how often the gradient of each parameter came, 0 for one that it does not have.
+    """
+
+    step: int
+    is_live: bool
+    is_spoiled: bool
+    num_late: int
+    num_unplanned: int
+    is_termination_requested: bool
+    is_last_batch: bool
+    num_fired: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What all ranks said.
+
+    Attributes:
+        num_live: ranks whose loss counts.
+        is_spoiled: see ``Answer``; of any rank, as the following three.
+        has_late: see ``Answer``.
+        has_unplanned: see ``Answer``.
+        is_termination_requested: see ``Answer``.
+        ending_ranks: whose loader ends.
+        is_present: whether any rank has a gradient of a parameter.
+        is_steady: whether that gradient came exactly once on every rank.
+    """
+
+    num_live: int
+    is_spoiled: bool
+    has_late: bool
+    has_unplanned: bool
+    is_termination_requested: bool
+    ending_ranks: tuple[int, ...]
+    is_present: tuple[bool, ...]
+    is_steady: tuple[bool, ...]
+
+
+class RollCall:
+    """One vector, kept from step to step, that all ranks sum.
+
+    Args:
+        mesh: axes and groups.
+        num_parameters: number of planned parameters.
+        device: of the collective.
+    """
+
+    def __init__(self, mesh: Mesh, num_parameters: int, device: torch.device) -> None:
+        self._mesh = mesh
+        self._num_fields = _LAST_BATCH + num_flag_fields(mesh.world_size)
+        self.vector = torch.zeros(self._num_fields + num_parameters, dtype=torch.float64, device=device)
+
+    def call(self, answer: Answer) -> Totals:
+        """Sum what the ranks say; every rank must call this after the same backward.
+
+        Raises:
+            RuntimeError: on every rank, when they are in different steps.
+        """
+        world_size = self._mesh.world_size
+        self.vector.copy_(torch.tensor(self._written(answer), dtype=torch.float64))
+        totals = sum_over(self.vector, self._mesh.gradient_groups["dp"]).tolist()
+        ending = flagged_ranks(totals[_LAST_BATCH : self._num_fields])
+        if world_size * totals[_STEP_SQUARED] != totals[_STEP] ** 2:
+            raise RuntimeError(_told_apart(answer.step, totals[_STEP] / world_size, ending))
+        presence = totals[self._num_fields :]
+        return Totals(
+            num_live=int(totals[_LIVE]),
+            is_spoiled=totals[_SPOILED] > 0,
+            has_late=totals[_LATE] > 0,
+            has_unplanned=totals[_UNPLANNED] > 0,
+            is_termination_requested=totals[_TERMINATE] > 0,
+            ending_ranks=ending,
+            is_present=tuple(count > 0 for count in presence),
+            is_steady=tuple(count == world_size for count in presence),
+        )
+
+    def _written(self, answer: Answer) -> list[float]:
+        world_size = self._mesh.world_size
+        fields = [0.0] * self._num_fields
+        fields[_STEP], fields[_STEP_SQUARED] = float(answer.step), float(answer.step**2)
+        fields[_LIVE], fields[_SPOILED] = float(answer.is_live), float(answer.is_spoiled)
+        fields[_LATE], fields[_UNPLANNED] = float(answer.num_late), float(answer.num_unplanned)
+        fields[_TERMINATE] = float(answer.is_termination_requested)
+        fields[_LAST_BATCH:] = flag_fields(answer.is_last_batch, rank=self._mesh.rank, world_size=world_size)
+        # one that came several times tells itself apart in the sum
+        return fields + [float(n and (1 if n == 1 else world_size + 1)) for n in answer.num_fired]
+
+
+def _told_apart(step: int, mean: float, ending: tuple[int, ...]) -> str:
+    cause = (
+        f"The loaders of ranks {list(ending)} have ended. Where gradients accumulate, a rank steps on its last batch "
+        "while the others go on: give every rank the same number of batches."
+        if ending
+        else "A rank has left out a backward. In manual optimization every rank calls backward equally often: let one "
+        "that has no loss call it on a zero."
+    )
+    return (
+        f"The ranks reduce gradients of different steps: this rank is in step {step}, and {mean:g} is the mean. {cause}"
+    )

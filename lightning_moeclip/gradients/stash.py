@@ -1,0 +1,147 @@
+"""How gradients travel while backward goes on: packed, summed and cast back, several buckets at a time.
+
+Every way gives the same bits, since each bucket is summed by the same collective in the same order on all ranks and
+nothing is used before its sum is there: all of them are waited for when backward ends, before gradients are unscaled.
+
+* ``"stream"``: sums start when their bucket is full and run beside backward: in threads of the process group on a CPU,
+  on a stream of their own on a GPU.
+* ``"graph"``: the same three operations of a bucket are recorded once and replayed in each step: a CUDA graph on a GPU,
+  a list of calls on a CPU.
+* ``"sync"``: each sum is waited for where it starts. Slower, and easier to follow in a debugger or a profiler.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from lightning_moeclip.gradients.buckets import Bucket, Passage
+from lightning_moeclip.gradients.collectives import start_sum
+
+__all__ = ["GradStash", "StashMode", "check_stash", "passage_for"]
+
+StashMode = Literal["stream", "graph", "sync"]
+
+
+def check_stash(mode: str, wait_window: int | None) -> None:
+    """Refuse what is no way to travel.
+
+    Raises:
+        ValueError: an unknown mode, or a window that holds no bucket.
+    """
+    if mode not in get_args(StashMode):
+        raise ValueError(f'stash={mode!r} must be "stream" (the default), "graph" or "sync".')
+    if wait_window is not None and (type(wait_window) is not int or wait_window < 1):
+        raise ValueError(
+            f"wait_window={wait_window!r} must be a number of buckets from 1, or None (the default) for all of them."
+        )
+
+
+class GradStash:
+    """Sends buckets on their way, at most so many at a time, and waits for them.
+
+    Args:
+        wait_window: buckets in flight at a time; None for all of them.
+    """
+
+    def __init__(self, wait_window: int | None = None) -> None:
+        self._wait_window = wait_window
+        self._in_flight: deque[Bucket] = deque()
+
+    def launch(self, bucket: Bucket) -> None:
+        """Start the sum of a bucket; waits for the oldest one under way where the window is full."""
+        while self._wait_window is not None and len(self._in_flight) >= self._wait_window:
+            self._in_flight.popleft().wait()
+        self._in_flight.append(bucket)
+        bucket.launch()
+
+    def flush(self) -> None:
+        """Wait for everything under way."""
+        while self._in_flight:
+            self._in_flight.popleft().wait()
+
+
+def passage_for(mode: StashMode, device: torch.device) -> Callable[[], Passage]:
+    """What makes the passage of one bucket.
+
+    Args:
+        mode: see the top of this file.
+        device: of the bucket.
+    """
+    if device.type == "cuda":
+        # CUDA streams and graphs are a file of their own
+        from lightning_moeclip.gradients.device_passages import device_passage
+
+        return device_passage(mode, device)
+    return {"stream": HostPassage, "graph": RecordedPassage, "sync": BlockingPassage}[mode]
+
+
+class HostPassage:
+    """Sums in the threads of the process group; gradients are packed one by one, while they are in the cache."""
+
+    patience: float = 0
+
+    def __init__(self) -> None:
+        self._work: dist.Work | None = None
+
+    def pack(self, bucket: Bucket) -> None:
+        """Pack what waits."""
+        bucket.pack_pending()
+
+    def start(self, bucket: Bucket) -> None:
+        """Close the bucket and start the sum."""
+        bucket.close()
+        bucket.to_wire()
+        self._sum(bucket)
+
+    def _sum(self, bucket: Bucket) -> None:
+        self._work = start_sum(bucket.wire, bucket.group)
+
+    def end(self, bucket: Bucket) -> None:
+        """Wait until the views hold the sum."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        bucket.from_wire()
+
+
+class BlockingPassage(HostPassage):
+    """Waits for each sum where it starts."""
+
+    def start(self, bucket: Bucket) -> None:
+        """Close the bucket and sum it."""
+        super().start(bucket)
+        super().end(bucket)
+
+    def end(self, bucket: Bucket) -> None:
+        """Nothing is left to wait for."""
+
+
+class RecordedPassage(HostPassage):
+    """Replays a list of calls that was made once, as a CUDA graph does: the same memory, and nothing allocated.
+
+    Gradients are packed when the bucket is launched, as part of the list.
+    """
+
+    patience = math.inf
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: tuple[Callable[[], None], ...] = ()
+        self._addresses: tuple[int, ...] = ()
+
+    def start(self, bucket: Bucket) -> None:
+        """Replay the calls up to the start of the sum."""
+        if not self._calls:
+            self._calls = (bucket.close, bucket.to_wire, lambda: self._sum(bucket))
+            self._addresses = _addresses(bucket)
+        assert self._addresses == _addresses(bucket), "a recorded bucket has moved"
+        for call in self._calls:
+            call()
+
+
+def _addresses(bucket: Bucket) -> tuple[int, ...]:
+    return (bucket.flat.data_ptr(), bucket.wire.data_ptr(), *(slot.view.data_ptr() for slot in bucket.slots))

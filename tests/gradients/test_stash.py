@@ -1,0 +1,198 @@
+"""Every way for gradients to travel gives the same bits, whatever the window; nothing is read before it is there."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_moeclip.gradients.buckets import Bucket, Passage
+from lightning_moeclip.gradients.stash import GradStash
+from lightning_moeclip.strategy import MoEClipStrategy
+from lightning_moeclip.testing import Rank, on_ranks
+from tests.models import TwoTowers, batches, loader, quiet_trainer, share
+
+WAYS = list(itertools.product(("sync", "stream", "graph"), (None, 1, 2, 4)))
+ROWS = {2: [5, 3], 4: [4, 3, 0, 1]}
+MANY_BUCKETS = 3e-4  # MiB: 13 buckets of the test's model
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    accumulate: int = 1
+    clip: float | None = None
+    has_own_moe: bool = True
+    dtype: str | None = None
+
+
+SETTINGS = [Setting(), Setting(2, 0.05), Setting(has_own_moe=False, clip=0.05), Setting(2, dtype="bfloat16")]
+
+
+class NoAllocation(TorchDispatchMode):
+    """Refuses operations whose result lies in memory of its own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.numel()]
+        assert all(x.untyped_storage().data_ptr() in given for x in made), f"{func} allocated"
+        return out
+
+
+class Checked:
+    """A passage that poisons what is released, and allocates nothing between packing and the sum."""
+
+    def __init__(self, passage: Passage) -> None:
+        self._passage = passage
+
+    @property
+    def patience(self) -> float:
+        return self._passage.patience
+
+    def pack(self, bucket: Bucket) -> None:
+        with NoAllocation():
+            self._passage.pack(bucket)
+
+    def start(self, bucket: Bucket) -> None:
+        with NoAllocation():
+            self._passage.start(bucket)
+
+    def end(self, bucket: Bucket) -> None:
+        self._passage.end(bucket)
+        if bucket.wire is not bucket.flat:
+            bucket.wire.fill_(torch.nan)
+
+
+class CheckedStrategy(MoEClipStrategy):
+    """Poisons each place between two steps, and counts buckets in flight."""
+
+    most_in_flight = 0
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        assert self._corridor is not None
+        assert self._corridor.reducer is not None
+        self.stash = self._corridor.reducer._stash
+        for bucket in self._corridor.reducer.buckets:
+            bucket._passage = Checked(bucket._passage)
+            bucket.launch = self.counted(bucket.launch)
+
+    def counted(self, launch: Any) -> Any:
+        def launch_and_count() -> None:
+            launch()
+            self.most_in_flight = max(self.most_in_flight, len(self.stash._in_flight))
+
+        return launch_and_count
+
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        for slot in self._corridor.reducer._slots:
+            if slot.parameter.grad is None:
+                slot.view.fill_(torch.nan)
+        return super().backward(*args, **kwargs)
+
+
+def fit(rank: Rank, expert_parallel_size: int, setting: Setting, **how: Any) -> tuple[TwoTowers, CheckedStrategy]:
+    module = TwoTowers(has_own_moe=setting.has_own_moe).float()
+    data = [(x.float(), y.float()) for x, y in share(batches(6), ROWS[rank.world_size], rank.index)]
+    strategy = CheckedStrategy(
+        expert_parallel_size=expert_parallel_size, bucket_size_mb=MANY_BUCKETS, gradient_dtype=setting.dtype, **how
+    )
+    trainer = quiet_trainer(
+        rank.world_size,
+        strategy=strategy,
+        accumulate_grad_batches=setting.accumulate,
+        gradient_clip_val=setting.clip,
+    )
+    trainer.fit(module, loader(data))
+    return module, strategy
+
+
+def assert_same_bits(module: TwoTowers, reference: TwoTowers, what: str) -> None:
+    assert len(module.gradients) == len(reference.gradients)
+    for step, (got, expected) in enumerate(zip(module.gradients, reference.gradients, strict=True)):
+        for name, gradient in expected.items():
+            where = f"{what}: {name} in step {step}"
+            assert (got[name] is None) == (gradient is None), where
+            assert gradient is None or bool(gradient.isfinite().all()), where
+            assert gradient is None or torch.equal(got[name], gradient), where
+    for (name, got), expected in zip(module.named_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(got, expected), f"{what}: {name}"
+
+
+def compare_ways(rank: Rank, expert_parallel_size: int, ways: list[tuple[str, int | None]]) -> None:
+    for setting in SETTINGS:
+        reference = None
+        for mode, window in ways:
+            module, strategy = fit(rank, expert_parallel_size, setting, stash=mode, wait_window=window)
+            num_buckets = len(strategy._corridor.reducer.buckets)
+            assert num_buckets > 4
+            assert strategy.most_in_flight == min(window or num_buckets, num_buckets)
+            reference = reference or module
+            assert_same_bits(module, reference, f"{mode}, {window}, {setting}")
+
+
+@on_ranks(2, timeout_s=120)
+def test_all_ways_give_the_same_bits_on_two_ranks(rank: Rank) -> None:
+    compare_ways(rank, 2, WAYS)
+
+
+@on_ranks(4, timeout_s=120)
+def test_all_ways_give_the_same_bits_on_four_ranks(rank: Rank) -> None:
+    compare_ways(rank, 2, [("sync", None), ("stream", None), ("stream", 1), ("graph", 2), ("graph", 4)])
+
+
+@on_ranks(2, timeout_s=60)
+def test_a_slab_keeps_its_place_and_its_size(rank: Rank) -> None:
+    """One slab per group and dtype, and every bucket of it, at the same addresses from the first step to the last."""
+    module = TwoTowers().float()
+    addresses = []
+
+    def look(*_: object) -> None:
+        buckets = module.trainer.strategy._corridor.reducer.buckets
+        addresses.append([bucket.flat.data_ptr() for bucket in buckets])
+        slabs = {bucket.flat.untyped_storage().data_ptr(): bucket.plan for bucket in buckets}
+        assert len(slabs) == len({(plan.axis, plan.dtype) for plan in slabs.values()}) == 2
+        gradients = {p.grad.untyped_storage().data_ptr() for p in module.parameters() if p.grad is not None}
+        assert gradients <= slabs.keys()
+
+    module.on_before_optimizer_step = look
+    data = [(x.float(), y.float()) for x, y in share(batches(5), [4, 4], rank.index)]
+    strategy = MoEClipStrategy(expert_parallel_size=2, bucket_size_mb=MANY_BUCKETS)
+    quiet_trainer(2, strategy=strategy).fit(module, loader(data))
+    assert addresses == [addresses[0]] * 5
+
+
+@pytest.mark.parametrize("window", [0, -1, 1.5, True, "2"])
+def test_a_window_without_a_bucket_is_refused(window: Any) -> None:
+    with pytest.raises(ValueError, match=r"wait_window=.* must be a number of buckets from 1, or None"):
+        MoEClipStrategy(wait_window=window)
+
+
+def test_an_unknown_way_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'stash=\'async\' must be "stream" \(the default\), "graph" or "sync"'):
+        MoEClipStrategy(stash="async")  # type: ignore[arg-type]
+
+
+def test_flushing_waits_in_the_order_of_the_launches() -> None:
+    done: list[str] = []
+
+    class Fake:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def launch(self) -> None:
+            done.append(f"launch {self.name}")
+
+        def wait(self) -> None:
+            done.append(f"wait {self.name}")
+
+    stash = GradStash(wait_window=2)
+    for name in "abc":
+        stash.launch(Fake(name))  # type: ignore[arg-type]
+    stash.flush()
+    stash.flush()
+    assert done == ["launch a", "launch b", "wait a", "launch c", "wait b", "wait c"]
