@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_moeclip import kernels
-from tests.kernels.compiled.resources import Resources, compiling_for
+from lightning_moeclip.kernels import contrastive_triton
+from tests.kernels.compiled.resources import TARGETS, Resources, compiling_for
 
 __all__ = ["CASES", "FOLDER", "OPERATIONS", "compile_cases", "compiled"]
 
@@ -37,13 +38,15 @@ def case(operation: str, detail: str, call: Callable[..., object], *arguments: o
 
 
 @contextlib.contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    """Operations on CPU tensors go to their launchers."""
+def as_on_a_gpu(target: str) -> Iterator[None]:
+    """Operations on CPU tensors go to their launchers, which see a GPU of the target."""
     with pytest.MonkeyPatch.context() as patch:
         for path in FOLDER.glob("*.py"):
             module = importlib.import_module(f"lightning_moeclip.kernels.{path.stem}")
             if hasattr(module, "runs_triton"):
                 patch.setattr(module, "runs_triton", lambda x: True)
+        arch = TARGETS[target].arch
+        patch.setattr(contrastive_triton, "_arch", lambda x: arch if isinstance(arch, int) else 0)
         yield
 
 
@@ -56,7 +59,7 @@ def compiled(operation: str, target: str) -> tuple[Resources, ...]:
 def compile_cases(names: Iterable[str], target: str) -> tuple[Resources, ...]:
     """Every kernel that some cases launch."""
     found: dict[object, Resources] = {}
-    with as_on_a_gpu():
+    with as_on_a_gpu(target):
         for name in names:
             with compiling_for(target, name, found):
                 CASES[name]()
