@@ -1,7 +1,7 @@
 """Triton kernels that sort choices by expert and move rows: a token is read once, whatever the number of its rows.
 
-Legend of the shape suffixes: S choices, T tokens, R rows, D width, E experts and B blocks of choices in a tile, K experts
-chosen per token.
+Legend of the shape suffixes: S choices, T tokens, R rows, D width, E experts, B blocks of choices, all of one tile; K
+experts chosen per token.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 __all__ = ["permute", "sort_by_expert", "unpermute", "unpermute_backward"]
 
-_BLOCK_S = 128  # each choice is compared with all of its block: 64 pairs per thread of 8 warps
+_BLOCK_S = 64  # each choice is compared with all of its block: 32 pairs per thread of 4 warps
 _SCAN_B, _SCAN_E = 512, 8  # table of 4096 counts per step
 _TILE = 4096  # values per tile: 32 per thread of 4 warps
 
@@ -205,9 +205,7 @@ def sort_by_expert(chosen_TK: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
     scan_kernel[(triton.cdiv(num_experts, _SCAN_E),)](
         firsts_BE, ends_E, num_blocks, E=num_experts, BLOCK_B=_SCAN_B, BLOCK_E=_SCAN_E
     )
-    place_kernel[(num_blocks,)](
-        chosen_TK, firsts_BE, slot_S, row_TK, num_choices, E=num_experts, BLOCK_S=_BLOCK_S, num_warps=8
-    )
+    place_kernel[(num_blocks,)](chosen_TK, firsts_BE, slot_S, row_TK, num_choices, E=num_experts, BLOCK_S=_BLOCK_S)
     return slot_S, row_TK
 
 
