@@ -183,9 +183,17 @@ def route(logits_TE: Tensor, top_k: int, *, normalize_topk: bool) -> tuple[Tenso
             BLOCK_T=block_t,
             BLOCK_E=block_e,
             BLOCK_K=triton.next_power_of_2(top_k),
+            enable_fp_fusion=True,
         )
     fold_kernel[(1,)](
-        partial_BE, counts_E, ends_E, num_programs, E=num_experts, BLOCK_B=max(1, _FOLD // block_e), BLOCK_E=block_e
+        partial_BE,
+        counts_E,
+        ends_E,
+        num_programs,
+        E=num_experts,
+        BLOCK_B=max(1, _FOLD // block_e),
+        BLOCK_E=block_e,
+        enable_fp_fusion=True,
     )
     return weights_TK, chosen_TK, counts_E, ends_E
 
@@ -212,5 +220,6 @@ def route_backward(
             WITHIN=within,
             BLOCK_T=block_t,
             BLOCK_E=block_e,
+            enable_fp_fusion=True,
         )
     return grad_TE

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning_moeclip.kernels import contrastive_triton
 from torch import Tensor
 
 from lightning_moeclip import kernels
-from lightning_moeclip.kernels import contrastive_triton
 from tests.kernels.compiled.resources import TARGETS, Resources, compiling_for
 
 __all__ = ["CASES", "FOLDER", "OPERATIONS", "compile_cases", "compiled"]

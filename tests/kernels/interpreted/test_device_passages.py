@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_moeclip.kernels.grad_triton import PackPlan
 from torch import Tensor, nn
 
 from lightning_moeclip.gradients import device_passages
 from lightning_moeclip.gradients.buckets import Bucket, Passage
 from lightning_moeclip.gradients.stash import HostPassage
-from lightning_moeclip.kernels.grad_triton import PackPlan
 from lightning_moeclip.parallel.plan import BucketPlan, PlannedParameter
 from lightning_moeclip.parallel.roles import ParamRole
 
