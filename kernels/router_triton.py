@@ -11,7 +11,7 @@ from torch import Tensor
 
 __all__ = ["route", "route_backward"]
 
-_TILE = 1024  # logits per tile: 8 per thread of 4 warps, with 8 choices as many as fit into registers
+_TILE = 512  # logits per tile: 16 bytes per thread of 4 warps; with 8 choices, more of them do not fit into registers
 _FOLD = 4096  # counts per step of the fold
 _LOWEST = tl.constexpr(-(2**31))  # below the order of every logit, -inf included
 _HIGHEST = tl.constexpr(2**31 - 1)

@@ -8,7 +8,7 @@ from lightning_moeclip.kernels.router import route
 from torch import Tensor
 
 # tokens, experts, choices: nothing, one, ragged, more than one tile, more experts than a tile holds tokens of
-SIZES = [(0, 5, 2), (1, 3, 1), (1, 1, 1), (37, 6, 2), (300, 8, 3), (70, 130, 8), (9, 256, 4)]
+SIZES = [(0, 5, 2), (1, 3, 1), (1, 1, 1), (37, 6, 2), (300, 8, 3), (70, 20, 2), (9, 130, 8), (9, 256, 4)]
 # tokens, experts, choices, width
 SHAPES = [(0, 5, 2, 8), (1, 3, 1, 1), (37, 6, 2, 40), (70, 4, 3, 300), (5, 8, 8, 256), (3, 2, 1, 0)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -31,10 +31,11 @@ def assert_bitwise(first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
 
 
 def logits(num_tokens: int, num_experts: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Distinct within a row, in any dtype: equal ones may be chosen in any order by torch."""
+    """Distinct within a row, in bfloat16 as well: equal ones may be chosen in any order by torch."""
     generator = torch.Generator().manual_seed(num_tokens + num_experts)
     order_TE = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)
-    return ((order_TE - num_experts / 2) / 16).to(dtype).requires_grad_()
+    spread_T1 = torch.rand(num_tokens, 1, generator=generator) / 16 + 1 / 16
+    return ((order_TE - num_experts / 2) * spread_T1).to(dtype).requires_grad_()
 
 
 def routed(z: Tensor, top_k: int, *, normalize: bool, rule: str = "exact") -> tuple[Tensor, ...]:
