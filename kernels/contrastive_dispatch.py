@@ -2,7 +2,8 @@
 
 Legend of the shape suffixes: M own rows of the logits, N columns of all ranks, D feature width.
 
-Signatures are those of the schemas: no defaults, and lists of what is needed where results are optional.
+Signatures are those of the schemas: no defaults, and lists of what is needed where results are optional. Autocast
+leaves products into given memory alone, and there are no others behind them.
 """
 
 from itertools import compress
@@ -34,12 +35,11 @@ def clip_statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``contrastive.clip_statistics``."""
     _check_features(image_MD, text_ND, offset, chunk_size, scale=scale)
-    with _own_precision(image_MD):
-        if _runs_triton(image_MD, text_ND):
-            from lightning_moeclip.kernels import contrastive_triton
+    if _runs_triton(image_MD, text_ND):
+        from lightning_moeclip.kernels import contrastive_triton
 
-            return contrastive_triton.clip_statistics(image_MD, text_ND, scale, offset, chunk_size)
-        return contrastive_tiles.clip_statistics(image_MD, text_ND, scale, offset, chunk_size)
+        return contrastive_triton.clip_statistics(image_MD, text_ND, scale, offset, chunk_size)
+    return contrastive_tiles.clip_statistics(image_MD, text_ND, scale, offset, chunk_size)
 
 
 @torch.no_grad()
@@ -63,12 +63,11 @@ def clip_gradients(
     _check_sums(image_MD, len(text_ND), by_column_N=by_column_N, column_factor_N=column_factor_N)
     sums = (by_row_M, by_column_N, row_factor, column_factor_N)
     needs = (needs_image, needs_text, needs_halves)
-    with _own_precision(image_MD):
-        if _runs_triton(image_MD, text_ND):
-            from lightning_moeclip.kernels import contrastive_triton
+    if _runs_triton(image_MD, text_ND):
+        from lightning_moeclip.kernels import contrastive_triton
 
-            return contrastive_triton.clip_gradients(image_MD, text_ND, scale, *sums, offset, chunk_size, *needs)
-        return contrastive_tiles.clip_gradients(image_MD, text_ND, scale, *sums, offset, chunk_size, *needs)
+        return contrastive_triton.clip_gradients(image_MD, text_ND, scale, *sums, offset, chunk_size, *needs)
+    return contrastive_tiles.clip_gradients(image_MD, text_ND, scale, *sums, offset, chunk_size, *needs)
 
 
 @torch.no_grad()
@@ -77,12 +76,11 @@ def sigmoid_statistics(
 ) -> Tensor:
     """See ``contrastive.sigmoid_statistics``."""
     _check_features(image_MD, text_ND, offset, chunk_size, scale=scale, bias=bias)
-    with _own_precision(image_MD):
-        if _runs_triton(image_MD, text_ND):
-            from lightning_moeclip.kernels import contrastive_triton
+    if _runs_triton(image_MD, text_ND):
+        from lightning_moeclip.kernels import contrastive_triton
 
-            return contrastive_triton.sigmoid_statistics(image_MD, text_ND, scale, bias, offset, chunk_size)
-        return contrastive_tiles.sigmoid_statistics(image_MD, text_ND, scale, bias, offset, chunk_size)
+        return contrastive_triton.sigmoid_statistics(image_MD, text_ND, scale, bias, offset, chunk_size)
+    return contrastive_tiles.sigmoid_statistics(image_MD, text_ND, scale, bias, offset, chunk_size)
 
 
 @torch.no_grad()
@@ -102,21 +100,16 @@ def sigmoid_gradients(
     """See ``contrastive.sigmoid_gradients``; of its results those that are needed."""
     _check_features(image_MD, text_ND, offset, chunk_size, scale=scale, bias=bias, row_factor=row_factor)
     scalars, needs = (scale, bias, row_factor), (needs_image, needs_text, needs_bias, needs_pull)
-    with _own_precision(image_MD):
-        if _runs_triton(image_MD, text_ND):
-            from lightning_moeclip.kernels import contrastive_triton
+    if _runs_triton(image_MD, text_ND):
+        from lightning_moeclip.kernels import contrastive_triton
 
-            return contrastive_triton.sigmoid_gradients(image_MD, text_ND, *scalars, offset, chunk_size, *needs)
-        return contrastive_tiles.sigmoid_gradients(image_MD, text_ND, *scalars, offset, chunk_size, *needs)
+        return contrastive_triton.sigmoid_gradients(image_MD, text_ND, *scalars, offset, chunk_size, *needs)
+    return contrastive_tiles.sigmoid_gradients(image_MD, text_ND, *scalars, offset, chunk_size, *needs)
 
 
 def _runs_triton(image_MD: Tensor, text_ND: Tensor) -> bool:
     """Whether there is anything for a kernel, and in a dtype that its products have."""
     return runs_triton(image_MD) and image_MD.numel() > 0 and logit_dtype(image_MD, text_ND) is torch.float32
-
-
-def _own_precision(x: Tensor) -> torch.autocast:
-    return torch.autocast(x.device.type, enabled=False)
 
 
 def _check_features(image_MD: Tensor, text_ND: Tensor, offset: int, chunk_size: int, **scalars: Tensor) -> None:

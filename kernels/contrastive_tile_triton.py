@@ -215,8 +215,7 @@ def sigmoid_sum_kernel(
     z_BC, e_BC = _signed_logits(
         image_MD, text_ND, scale, bias, tile_row, tile_column, M, N, shift, D, B, C, K, PRECISION, WIDENS
     )
-    # not maximum(-z, 0), which may drop NaN
-    each_BC = _log1p(e_BC) + tl.where(z_BC > 0, 0.0, -z_BC)
+    each_BC = _log1p(e_BC) + tl.maximum(-z_BC, 0.0)  # which may drop NaN, but the logarithm keeps it
     has_row, has_column = tile_row * B + tl.arange(0, B) < M, tile_column * C + tl.arange(0, C) < N
     each_BC = tl.where(has_row[:, None] & has_column[None, :], each_BC, 0.0)
     tl.store(sums + tl.program_id(0), tl.sum(tl.sum(each_BC, 1), 0))

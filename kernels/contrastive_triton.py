@@ -67,16 +67,15 @@ def tile_for(kernel: str, dtype: torch.dtype, *, arch: int) -> Tile:
     """The tile of a kernel: the largest that leaves every target without a spilled register.
 
     128 x 128 spills with float32's products of three parts on sm_80, with the sigmoid's two exponents on sm_90, and
-    with weights for 128 columns in each thread of sm_100, whose accumulators lie by rows.
+    with the weights of 128 columns beside G: on sm_100, whose accumulators lie by rows, and elsewhere for odd N.
 
     Args:
         kernel: "clip_statistics", "clip_gradient" or "sigmoid".
         dtype: of the features.
-        arch: of an NVIDIA GPU, such as 90; 0 for AMD's and for the interpreter.
+        arch: of an NVIDIA GPU, such as 90; 0 for AMD's, whose shared memory holds two stages, and for the interpreter.
     """
-    if dtype is torch.float32:
-        return Tile(columns=64, step=32)
-    return Tile(columns=64 if kernel == "sigmoid" or (kernel == "clip_gradient" and arch >= 100) else 128)
+    columns = 128 if kernel == "clip_statistics" and dtype is not torch.float32 else 64
+    return Tile(columns=columns, step=32 if dtype is torch.float32 else 64, stages=3 if arch else 2)
 
 
 def input_precision(dtype: torch.dtype, *, arch: int) -> str:

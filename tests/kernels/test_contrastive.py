@@ -71,6 +71,21 @@ def test_all_rows_give_the_dense_losses_and_their_gradients() -> None:
     assert_near((sent.image, sent.text, of_scale, sent.bias), torch.autograd.grad(loss, leaves))
 
 
+def test_what_is_not_needed_is_none_and_the_rest_stays_the_same() -> None:
+    batch = Batch.make(NUM, DIM)
+    sums = (*contrastive.clip_statistics(*batch.arguments)[:2], ONES[0], ONES)
+    whole = contrastive.clip_gradients(*batch.arguments, *sums, needs_halves=True)
+    for i, names in enumerate([("text", "text_half"), ("image", "image_half")]):
+        part = contrastive.clip_gradients(
+            *batch.arguments, *sums, needs_image=i == 1, needs_text=i == 0, needs_halves=True
+        )
+        for name, x in part._asdict().items():
+            assert torch.equal(x, getattr(whole, name)) if name in names else x is None
+    bias = contrastive.sigmoid_gradients(*batch.arguments, batch.bias, ONES[0], needs_image=False, needs_text=False)
+    assert (bias.image, bias.text, bias.pull) == (None, None, None)
+    assert torch.equal(bias.bias, contrastive.sigmoid_gradients(*batch.arguments, batch.bias, ONES[0]).bias)
+
+
 def test_uneven_blocks_of_rows_make_the_whole() -> None:
     batch = Batch.make(NUM, DIM)
     image, text, scale = batch.arguments

@@ -112,6 +112,11 @@ def test_non_finite_rows_spread_as_they_do_in_torch(poisoned: str, poison: float
     assert not any(x.isfinite().all() for x in found[0][:2])
 
 
+def test_gradients_of_a_trained_model_are_not_lost_below_float16() -> None:
+    """Pairs with a logit of 16 have a G of 1e-7, two of its smallest steps, and nothing else weighs more."""
+    check_sigmoid(30, 256, slice(None), 4096, SMALL, torch.float16, scale=40.0, bias=-24.0, alike=1.0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_upstream_factor_of_any_size_scales_the_gradients_and_nothing_else(dtype: torch.dtype) -> None:
     """Loss scales and 1/N would take G out of float16 if it held them."""
@@ -131,6 +136,9 @@ def test_factors_that_are_no_numbers_reach_the_gradients() -> None:
         for factor, is_it in ((torch.nan, torch.isnan), (torch.inf, lambda x: ~x.isfinite())):
             gradients = clip(batch, 4096, SMALL, factor, factor * ones)[3:5] + sigmoid(batch, 4096, SMALL, factor)[1:3]
             assert all(is_it(x).all() for x in gradients)
+        one_of_them = torch.where(torch.arange(20) == 3, torch.inf, ones)
+        text = clip(batch, 4096, SMALL, 1.0, one_of_them)[4]
+    assert text.isfinite().all(1).logical_not().nonzero().tolist() == [[3]]
     gradients = clip(batch, 4096, SMALL, 0.0, 0 * ones)[3:] + sigmoid(batch, 4096, SMALL, 0.0)[1:]
     assert all(x.eq(0).all() for x in gradients)
 
@@ -204,4 +212,4 @@ def test_every_tile_of_a_gpu_fits_its_shared_memory(dtype: torch.dtype) -> None:
         for kernel in ("clip_statistics", "clip_gradient", "sigmoid"):
             tile = contrastive_triton.tile_for(kernel, dtype, arch=arch)
             stage = (tile.rows + tile.columns) * tile.step * dtype.itemsize
-            assert stage * (tile.stages if arch else 1) <= available
+            assert stage * tile.stages <= available
