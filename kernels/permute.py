@@ -210,6 +210,19 @@ def _unpermute_backward(
         from lightning_moeclip.kernels import permute_triton
 
         return permute_triton.unpermute_backward(grad_TD, rows_RD, weights_TK, slot_R, row_TK, has_blanks=has_blanks)
+    return _unpermute_backward_by_torch(grad_TD, rows_RD, weights_TK, slot_R, row_TK, has_blanks, has_drops)
+
+
+def _unpermute_backward_by_torch(
+    grad_TD: Tensor,
+    rows_RD: Tensor,
+    weights_TK: Tensor,
+    slot_R: Tensor,
+    row_TK: Tensor,
+    has_blanks: bool,
+    has_drops: bool,
+) -> tuple[Tensor, Tensor]:
+    """The same by operations with derivatives of their own, which ``create_graph=True`` asks for."""
     if not grad_TD.shape[0]:
         return torch.zeros_like(rows_RD), torch.zeros_like(weights_TK)
     # what a blank row takes from choice 0 reaches no weight, since no choice has that row, and is filled at the end
@@ -245,8 +258,7 @@ def _set_up_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 def _grads_of_unpermute(backward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor | None, ...]]:
     def grads(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        # create_graph=True: by operations with derivatives of their own
-        call = _unpermute_backward if torch.is_grad_enabled() else backward
+        call = _unpermute_backward_by_torch if torch.is_grad_enabled() else backward
         return *call(grad_TD, *ctx.saved_tensors, ctx.has_blanks, ctx.has_drops), None, None, None, None
 
     return grads

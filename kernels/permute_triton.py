@@ -4,6 +4,9 @@ Legend of the shape suffixes: S choices, T tokens, R rows, D width, E experts, B
 experts chosen per token.
 """
 
+# the types of a kernel's arguments are those of its launch
+# mypy: disable-error-code="no-untyped-def"
+
 import torch
 import triton
 import triton.language as tl

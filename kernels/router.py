@@ -16,7 +16,7 @@ Rule = Literal["exact", "compensated", "dense"]
 _RULES = get_args(Rule)
 
 # what the kernels are built for; beyond, torch serves
-_MAX_EXPERTS, _MAX_TOP_K = 1024, 16
+_MAX_EXPERTS, _MAX_TOP_K = 512, 8
 
 
 def route(

@@ -98,3 +98,19 @@ def test_kernels_are_bitwise_repeatable_and_equal_with_and_without_the_search_fo
     rows = cotangent_like(first[0]).requires_grad_()
     y = unpermute(rows, weights, slot, row, has_blanks=False, has_drops=False)
     assert_bitwise([y, *torch.autograd.grad(y, (rows, weights), cotangent_like(y))], first[2:])
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+def test_second_derivatives_equal_those_of_plain_operations(gaps: bool) -> None:
+    slot, row = tables(7, 4, 2, gaps=gaps)
+    x, weights = inputs(7, 2, 5, torch.float32)
+
+    def second(x: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+        y = unpermute(permute(x, slot, row).square(), weights, slot, row)
+        first = torch.autograd.grad(y.square().sum(), (x, weights), create_graph=True)
+        return [*torch.autograd.grad(sum(g.square().sum() for g in first), (x, weights))]
+
+    # the kernels take no float64: there all is torch
+    exact = second(*(t.detach().double().requires_grad_() for t in (x, weights)))
+    for found, truth in zip(second(x, weights), exact, strict=True):
+        assert (found - truth).norm() <= 20 * torch.finfo(torch.float32).eps * truth.norm()

@@ -40,6 +40,13 @@ def test_kernel_reads_16_bits_and_counts_in_float32(dtype: torch.dtype) -> None:
     compare(logits(37, 6, dtype), 2, normalize=False, extra=torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0.0)
 
 
+@pytest.mark.parametrize(("num_experts", "top_k"), [(600, 2), (20, 9)])
+def test_what_the_kernel_is_not_built_for_is_left_to_torch(num_experts: int, top_k: int) -> None:
+    compare(logits(3, num_experts), top_k, normalize=True)
+    z = logits(3, 20, torch.float64)
+    assert routed(z, 2, normalize=True)[0].dtype == torch.float64
+
+
 def compare(z: torch.Tensor, top_k: int, *, normalize: bool, extra: float = 0.0) -> None:
     weights, *integers, grad = routed(z, top_k, normalize=normalize)
     truth = reference.route(z.detach().double(), top_k, normalize_topk=normalize)
