@@ -6,9 +6,10 @@ import functools
 import importlib.util
 import os
 
+import torch
 from torch import Tensor
 
-__all__ = ["is_interpreted", "runs_triton"]
+__all__ = ["is_interpreted", "num_warps", "runs_triton"]
 
 
 @functools.cache
@@ -25,3 +26,11 @@ def is_interpreted() -> bool:
 def runs_triton(x: Tensor) -> bool:
     """Whether an operation on ``x`` is computed by a Triton kernel."""
     return (x.is_cuda or is_interpreted()) and _has_triton()
+
+
+def num_warps(num_threads: int) -> int:
+    """How many warps these threads are: 32 to each on NVIDIA's GPUs, 64 on AMD's for data centres.
+
+    As many warps there would leave each thread half as much of a tile: 8 bytes a load where 16 are possible.
+    """
+    return num_threads // (32 if torch.version.hip is None else 64)

@@ -68,6 +68,20 @@ def _has_pairs(row, column, shift, B: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def _store_tile(gradient, g_BC, row, column, M, width, B: tl.constexpr, C: tl.constexpr):
+    """Round a tile into [M, width], from its place on.
+
+    As a vector, since on AMD's matrices a thread holds 4 numbers of a row, which are 8 bytes of 16-bit numbers, and
+    Triton stores them as they lie: a vector it lays anew.
+    """
+    at_BC = tl.arange(0, B * C)
+    row_BC, column_BC = row + at_BC // C, column + at_BC % C
+    mask_BC = (row_BC < M) & (column_BC < width)
+    stored_BC = tl.reshape(g_BC.to(gradient.dtype.element_ty), (B * C,))
+    tl.store(gradient + row_BC.to(tl.int64) * width + column_BC, stored_BC, mask=mask_BC)
+
+
+@triton.jit
 def clip_statistics_kernel(
     image_MD, text_ND, scale, row_top, row_sum, column_top, column_sum, positives_M, M, N, shift,
     D: tl.constexpr, B: tl.constexpr, C: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, WIDENS: tl.constexpr,
@@ -155,8 +169,7 @@ def clip_gradient_kernel(
         is_pair = column_C[None, :] == (row_B + shift)[:, None]
         g_BC = tl.where(is_pair, g_BC - (a + b_C)[None, :], g_BC)
     g_BC = tl.where(has_row[:, None] & has_column[None, :], g_BC, 0.0)
-    at_BC = gradient + row_B.to(tl.int64)[:, None] * width + column_C[None, :]
-    tl.store(at_BC, g_BC.to(gradient.dtype.element_ty), mask=has_row[:, None] & (column_C < width)[None, :])
+    _store_tile(gradient, g_BC, tile_row * B, tile_column * C, M, width, B, C)
 
 
 @triton.jit
@@ -231,6 +244,4 @@ def sigmoid_gradient_kernel(
         is_here = has_row & (partner_B >= tile_column * C) & (partner_B < tile_column * C + C)
         tl.store(pull_M + row_B, tl.sum(tl.where(is_pair, g_BC, 0.0), 1), mask=is_here)
     tl.store(sums + tl.program_id(0), tl.sum(tl.sum(g_BC, 1), 0))
-    at_BC = gradient + row_B.to(tl.int64)[:, None] * width + column_C[None, :]
-    stored_BC = (g_BC * GAIN).to(gradient.dtype.element_ty)
-    tl.store(at_BC, stored_BC, mask=has_row[:, None] & (column_C < width)[None, :])
+    _store_tile(gradient, g_BC * GAIN, tile_row * B, tile_column * C, M, width, B, C)

@@ -260,6 +260,7 @@ class _Walk:
                 num_warps=tile.warps,
                 num_stages=tile.stages,
                 **constants,
+                enable_fp_fusion=True,
             )
 
 
@@ -306,7 +307,14 @@ def _fold(parts: Tensor, result: Tensor, num_tiles: int) -> None:
     """Take maxima and sums, [2, at least num_tiles * len(result)], into running log-sum-exps."""
     with torch.cuda.device_of(result):
         fold_kernel[(_ceil(len(result), _FOLD_LINES),)](
-            *parts, result, num_tiles, len(result), T=_FOLD_TILES, B=_FOLD_LINES, num_warps=_FOLD_WARPS
+            *parts,
+            result,
+            num_tiles,
+            len(result),
+            T=_FOLD_TILES,
+            B=_FOLD_LINES,
+            num_warps=_FOLD_WARPS,
+            enable_fp_fusion=True,
         )
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from lightning_moeclip.kernels.backend import num_warps
 from lightning_moeclip.kernels.grad_statistics import MAXIMUM
 from torch import Tensor
 
@@ -25,7 +26,6 @@ __all__ = ["CHUNK", "NUM_EXTRA", "Chunks", "Kind", "Options", "fold", "row_width
 _STEP, _NUM_STEPS, _TAIL = 1024, 8, 16
 CHUNK = _STEP * _NUM_STEPS
 _NUM_THREADS = 128
-_NUM_WARPS = _NUM_THREADS // (64 if torch.version.hip else 32)
 _FOLD_ROWS, _FOLD_WARPS = 256, 8
 _BAD = 2**16  # above the number of zeros in a chunk
 NUM_EXTRA = 2  # columns of mates or of the residual
@@ -108,7 +108,7 @@ def walk(kind: Kind, options: Options, chunks: Chunks, addresses: Tensor, partia
         TAIL=_TAIL,
         ROW=row_width(options),
         BAD=_BAD,
-        num_warps=_NUM_WARPS,
+        num_warps=num_warps(_NUM_THREADS),
         enable_fp_fusion=True,  # what is fused is summed, in float64, or added to a place: one rounding less
     )
 

@@ -203,12 +203,26 @@ def sort_by_expert(chosen_TK: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
     firsts_BE = torch.empty(num_blocks, num_experts, dtype=torch.int32, device=chosen_TK.device)
     block_e = min(32, triton.next_power_of_2(num_experts))
     count_kernel[(num_blocks, triton.cdiv(num_experts, block_e))](
-        chosen_TK, firsts_BE, num_choices, E=num_experts, BLOCK_S=_BLOCK_S, BLOCK_E=block_e
+        chosen_TK,
+        firsts_BE,
+        num_choices,
+        E=num_experts,
+        BLOCK_S=_BLOCK_S,
+        BLOCK_E=block_e,
+        enable_fp_fusion=True,
     )
     scan_kernel[(triton.cdiv(num_experts, _SCAN_E),)](
-        firsts_BE, ends_E, num_blocks, E=num_experts, BLOCK_B=_SCAN_B, BLOCK_E=_SCAN_E
+        firsts_BE,
+        ends_E,
+        num_blocks,
+        E=num_experts,
+        BLOCK_B=_SCAN_B,
+        BLOCK_E=_SCAN_E,
+        enable_fp_fusion=True,
     )
-    place_kernel[(num_blocks,)](chosen_TK, firsts_BE, slot_S, row_TK, num_choices, E=num_experts, BLOCK_S=_BLOCK_S)
+    place_kernel[(num_blocks,)](
+        chosen_TK, firsts_BE, slot_S, row_TK, num_choices, E=num_experts, BLOCK_S=_BLOCK_S, enable_fp_fusion=True
+    )
     return slot_S, row_TK
 
 
@@ -229,6 +243,7 @@ def permute(x_TD: Tensor, slot_R: Tensor, row_TK: Tensor, *, has_blanks: bool) -
             K=row_TK.shape[1],
             BLOCK_T=block_t,
             BLOCK_D=block_d,
+            enable_fp_fusion=True,
         )
     return rows_RD
 
@@ -250,6 +265,7 @@ def unpermute(rows_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Ten
             WEIGHTED=weights_TK is not None,
             BLOCK_T=block_t,
             BLOCK_D=block_d,
+            enable_fp_fusion=True,
         )
     return y_TD
 
@@ -279,5 +295,6 @@ def unpermute_backward(
             BLOCK_T=block_t,
             BLOCK_D=block_d,
             BLOCK_K=triton.next_power_of_2(top_k),
+            enable_fp_fusion=True,
         )
     return grad_rows_RD, grad_weights_TK

@@ -10,11 +10,13 @@ programs.
 import torch
 import triton
 import triton.language as tl
+from lightning_moeclip.kernels.backend import num_warps
 from torch import Tensor
 
 __all__ = ["route", "route_backward"]
 
-_TILE = 512  # logits per tile: 16 bytes per thread of 4 warps; with 8 choices, more of them do not fit into registers
+_TILE = 512  # logits per tile: 16 bytes per thread; with 8 choices, more of them do not fit into registers
+_NUM_THREADS = 128
 _FOLD = 4096  # counts per step of the fold
 _LOWEST = tl.constexpr(-(2**31))  # below the order of every logit, -inf included
 _HIGHEST = tl.constexpr(2**31 - 1)
@@ -186,9 +188,18 @@ def route(logits_TE: Tensor, top_k: int, *, normalize_topk: bool) -> tuple[Tenso
             BLOCK_T=block_t,
             BLOCK_E=block_e,
             BLOCK_K=triton.next_power_of_2(top_k),
+            num_warps=num_warps(_NUM_THREADS),
+            enable_fp_fusion=True,
         )
     fold_kernel[(1,)](
-        partial_BE, counts_E, ends_E, num_programs, E=num_experts, BLOCK_B=max(1, _FOLD // block_e), BLOCK_E=block_e
+        partial_BE,
+        counts_E,
+        ends_E,
+        num_programs,
+        E=num_experts,
+        BLOCK_B=max(1, _FOLD // block_e),
+        BLOCK_E=block_e,
+        enable_fp_fusion=True,
     )
     return weights_TK, chosen_TK, counts_E, ends_E
 
@@ -215,5 +226,7 @@ def route_backward(
             WITHIN=within,
             BLOCK_T=block_t,
             BLOCK_E=block_e,
+            num_warps=num_warps(_NUM_THREADS),
+            enable_fp_fusion=True,
         )
     return grad_TE

@@ -83,12 +83,28 @@ def test_wheel_holds_every_source_file_and_nothing_else(wheel: Path) -> None:
     assert found == wanted
 
 
+# the only files that import Triton; operations import them when a kernel is launched
+TRITON_FILES = {p.stem for p in (ROOT / "kernels").glob("*_triton.py")}
+OPERATIONS = [
+    f"{PACKAGE}.kernels.{p.stem}" for p in sorted((ROOT / "kernels").glob("*.py")) if p.stem not in TRITON_FILES
+]
+
+
 def test_kernels_need_torch_alone(installed: Path) -> None:
-    names = [f"{PACKAGE}.kernels.{p.stem}" for p in sorted((ROOT / "kernels").glob("*.py"))]
-    assert names
-    code = f"import importlib\nfor name in {names!r}:\n    print(importlib.import_module(name).__file__)\n"
+    assert OPERATIONS
+    assert TRITON_FILES
+    code = f"import importlib\nfor name in {OPERATIONS!r}:\n    print(importlib.import_module(name).__file__)\n"
     files = run(code, installed, hidden=ALL_BUT_TORCH).split()
     assert all(Path(file).parent == installed / PACKAGE / "kernels" for file in files)
+
+
+def test_triton_is_imported_by_a_launch_alone(installed: Path) -> None:
+    # of the package and its operations; Lightning and torch.distributed import Triton themselves
+    names = [PACKAGE, *OPERATIONS]
+    code = (
+        f"import importlib\nfor name in {names!r}:\n    importlib.import_module(name)\nprint('triton' in sys.modules)\n"
+    )
+    assert run(code, installed).strip() == "False"
 
 
 def test_a_checkout_finds_its_kernels_without_being_installed() -> None:

@@ -52,9 +52,9 @@ def spilling() -> None:
 
 
 def large() -> None:
-    # 512 KiB for one operand
-    x = torch.zeros(64, 4096, dtype=torch.bfloat16)
-    product[(1,)](x, x.float(), M=64, D=4096, num_warps=8, enable_fp_fusion=True)
+    # 256 KiB for one operand
+    x = torch.zeros(64, 2048, dtype=torch.bfloat16)
+    product[(1,)](x, x.float(), M=64, D=2048, num_warps=8, enable_fp_fusion=True)
 
 
 def left_to_version() -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning_moeclip.kernels import contrastive_triton
 from torch import Tensor
 
 from lightning_moeclip import kernels
-from tests.kernels.compiled.resources import Resources, compiling_for
+from tests.kernels.compiled.resources import TARGETS, Resources, compiling_for
 
 __all__ = ["CASES", "FOLDER", "OPERATIONS", "compile_cases", "compiled"]
 
@@ -26,24 +27,27 @@ CASES: dict[str, Callable[[], object]] = {}
 ALWAYS: set[str] = set()  # the cases that the tests compile; tests.benchmarks.kernel_resources compiles all
 
 
-def case(operation: str, detail: str, call: Callable[..., object], *arguments: object) -> None:
-    """Add a call under "operation, detail"."""
+def case(operation: str, detail: str, call: Callable[..., object], *arguments: object, always: bool = True) -> None:
+    """Add a call under "operation, detail"; ``always``: the tests compile it too."""
     name = f"{operation}, {detail}"
     assert name not in CASES, name
     CASES[name] = functools.partial(call, *arguments)
     # of both halves one is enough: the same instructions beside the type of the products
-    if "fp16" not in detail:
+    if always and "fp16" not in detail:
         ALWAYS.add(name)
 
 
 @contextlib.contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    """Operations on CPU tensors go to their launchers."""
+def as_on_a_gpu(target: str) -> Iterator[None]:
+    """Operations on CPU tensors go to their launchers, which see a GPU of the target."""
     with pytest.MonkeyPatch.context() as patch:
         for path in FOLDER.glob("*.py"):
             module = importlib.import_module(f"lightning_moeclip.kernels.{path.stem}")
             if hasattr(module, "runs_triton"):
                 patch.setattr(module, "runs_triton", lambda x: True)
+        arch = TARGETS[target].arch
+        patch.setattr(torch.version, "hip", None if isinstance(arch, int) else "6.4")
+        patch.setattr(contrastive_triton, "_arch", lambda x: arch if isinstance(arch, int) else 0)
         yield
 
 
@@ -56,7 +60,7 @@ def compiled(operation: str, target: str) -> tuple[Resources, ...]:
 def compile_cases(names: Iterable[str], target: str) -> tuple[Resources, ...]:
     """Every kernel that some cases launch."""
     found: dict[object, Resources] = {}
-    with as_on_a_gpu():
+    with as_on_a_gpu(target):
         for name in names:
             with compiling_for(target, name, found):
                 CASES[name]()
@@ -85,7 +89,7 @@ def pack(source: torch.dtype, place: torch.dtype, accumulates: bool, sums: bool,
 for source, place in ((FP32, FP32), (BF16, BF16), (FP16, FP16), (BF16, FP32), (FP32, BF16)):
     both = f"{NAMES[source]} to {NAMES[place]}"
     case("grad_pack", both, pack, source, place, False, False, False)
-    case("grad_pack", f"{both}, sums", pack, source, place, False, True, False)
+    case("grad_pack", f"{both}, sums", pack, source, place, False, True, False, always=source is place)
 for dtype in (FP32, BF16):
     case("grad_pack", f"{NAMES[dtype]}, adds, sums", pack, dtype, dtype, True, True, False)
     case("grad_pack", f"{NAMES[dtype]}, mates", pack, dtype, dtype, False, True, True)
@@ -130,7 +134,7 @@ def route(dtype: torch.dtype, experts: int, top_k: int, normalize: bool) -> None
 
 
 case("route", "8 experts, top 2, fp32", route, FP32, 8, 2, True)
-case("route", "8 experts, top 1, fp32", route, FP32, 8, 1, False)
+case("route", "8 experts, top 1, fp32", route, FP32, 8, 1, False, always=False)
 case("route", "64 experts, top 4, bf16", route, BF16, 64, 4, True)
 
 
@@ -153,7 +157,7 @@ def move(dtype: torch.dtype, tokens: int, width: int) -> None:
 for experts in (8, 64):
     case("sort_by_expert", f"{experts} experts", sort, experts)
 for dtype in (FP32, FP16, BF16):
-    case("permute", f"width 768, {NAMES[dtype]}", move, dtype, 4096, 768)
+    case("permute", f"width 768, {NAMES[dtype]}", move, dtype, 4096, 768, always=dtype is BF16)
 case("permute", "width 512, a ragged number of tokens, bf16", move, BF16, 4099, 512)
 
 

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-__all__ = ["SHARED_BYTES", "TARGETS", "WIDE", "Access", "Resources", "compiling_for"]
+__all__ = ["BULK", "SHARED_BYTES", "TARGETS", "WIDE", "Access", "Resources", "compiling_for"]
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -31,6 +31,7 @@ TARGETS = {
 # the most a block may have: CUDA C++ programming guide, table of compute capabilities (163 and 227 KiB); CDNA 3 LDS
 SHARED_BYTES = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 WIDE = 16  # bytes that one thread moves in one instruction at best (sm_100 has 32 as well)
+BULK = 128 * WIDE  # bytes of a block: what 128 threads move in one instruction each, the fewest that are launched
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Access:
         kind: "load" or "store".
         place: "line:column" of the kernel's source, with " from line:column" inside of a function that it calls.
         widths: bytes of an instruction -> how many instructions.
-        is_bulk: whether a block moves ``WIDE`` bytes and more per thread; less is a number per row, or one for all.
+        is_bulk: whether a block moves ``BULK`` bytes and more; less is a number per row, or one for all.
     """
 
     kind: str
@@ -170,7 +171,6 @@ def measure(
         registers = _largest(r"\.vgpr_count:\s*(\d+)", code)
         spills = sum(map(int, re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", code)))
         atomics = len(re.findall(r"(?:global|flat|buffer)_atomic", code))
-    num_threads = kernel.metadata.num_warps * TARGETS[target].warp_size
     return Resources(
         kernel=source.fn.__name__,
         case=case,
@@ -179,7 +179,7 @@ def measure(
         spills=spills,
         shared=kernel.metadata.shared,
         warps=kernel.metadata.num_warps,
-        accesses=tuple(accesses(code, kernel.asm["ttir"], num_threads)),
+        accesses=tuple(accesses(code, kernel.asm["ttir"])),
         matrix=dict(Counter(re.findall(pattern, code))),
         atomics=atomics,
         options=options,
@@ -200,7 +200,7 @@ _AMD = re.compile(r"\b(?:global|buffer|flat)_(load|store)_(\w+)")
 _AMD_BYTES = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "short": 2, "ushort": 2, "sshort": 2}
 
 
-def accesses(code: str, ttir: str, num_threads: int) -> list[Access]:
+def accesses(code: str, ttir: str) -> list[Access]:
     """Global loads and stores of PTX or AMD code, gathered by the place that ``.loc`` names before."""
     place, in_assembly, found = "", False, dict[tuple[str, str], Counter[int]]()
     for text in code.splitlines():
@@ -218,7 +218,7 @@ def accesses(code: str, ttir: str, num_threads: int) -> list[Access]:
         elif access := _access(text):
             kind, width = access
             found.setdefault((kind, place), Counter())[width] += 1
-    bulk = {place for place, size in sizes(ttir).items() if size >= WIDE * num_threads}
+    bulk = {place for place, size in sizes(ttir).items() if size >= BULK}
     lost = bulk - {place for _, place in found}
     assert not lost, f"no loads or stores were found for {lost} of the source"
     return [Access(kind, place, dict(widths), place in bulk) for (kind, place), widths in found.items()]

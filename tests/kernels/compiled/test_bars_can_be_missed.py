@@ -71,7 +71,7 @@ def test_accesses_are_gathered_by_place_with_their_bytes() -> None:
     #loc6 = loc(callsite(#loc5 at #loc4))
     """.replace("    #", "#")
     assert sizes(ttir) == {"7:3": 2048, "9:3": 4096, "11:3 from 20:5": 64}
-    found = [(a.kind, a.place, a.widths, a.is_bulk) for a in accesses(code, ttir, num_threads=128)]
+    found = [(a.kind, a.place, a.widths, a.is_bulk) for a in accesses(code, ttir)]
     assert found == [
         ("load", "7:3", {16: 2}, True),
         ("store", "9:3", {2: 1}, True),
