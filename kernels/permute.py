@@ -258,7 +258,9 @@ def _set_up_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 def _grads_of_unpermute(backward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor | None, ...]]:
     def grads(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        call = _unpermute_backward_by_torch if torch.is_grad_enabled() else backward
+        call: Callable[..., tuple[Tensor, Tensor]] = backward
+        if torch.is_grad_enabled():
+            call = _unpermute_backward_by_torch
         return *call(grad_TD, *ctx.saved_tensors, ctx.has_blanks, ctx.has_drops), None, None, None, None
 
     return grads

@@ -24,8 +24,8 @@ def route(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The ``top_k`` most probable experts of each token; nothing waits for the device.
 
-    Weights are p = softmax(z), or p / sum of the chosen p. Their gradient has a closed form (SPEC.md, section 7, in
-    ``reference.router_logits_gradient``): with a the cotangent of the weights,
+    Weights are p = softmax(z), or p / sum of the chosen p. Their gradient has a closed form
+    (``reference.router_logits_gradient``): with a the cotangent of the weights,
     dz_j = p_j (1[j in K] a_j - sum_K p_e a_e), or dz_j = 1[j in K] w_j (a_j - sum_K w_e a_e) when normalised. A NaN
     counts as the highest logit. Among equal logits the kernel takes the lowest id, torch any.
 

@@ -59,14 +59,21 @@ def test_gradient_follows_the_formula_of_its_rule_in_float64(normalize: bool, ru
 
 
 @pytest.mark.parametrize(("normalize", "rule"), RULES)
-def test_second_derivatives_pass_gradcheck(normalize: bool, rule: str) -> None:
-    z = logits(4, 5, torch.float64)
+def test_create_graph_changes_no_gradient_and_second_derivatives_pass_gradcheck(normalize: bool, rule: str) -> None:
+    z, cotangent = logits(4, 5, torch.float64), torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
 
     def gradient(z: Tensor, cotangent: Tensor) -> Tensor:
         weights = route(z, 2, normalize_topk=normalize, gradient=rule)[0]  # type: ignore[arg-type]
         return torch.autograd.grad(weights, z, cotangent, create_graph=True)[0]
 
-    torch.autograd.gradcheck(gradient, (z, torch.randn(4, 2, dtype=torch.float64, requires_grad=True)))
+    def gradient_of_operation(z: Tensor, cotangent: Tensor) -> Tensor:
+        weights = torch.ops.moeclip.route(z, 2, normalize, rule)[0]
+        return torch.autograd.grad(weights, z, cotangent, create_graph=True)[0]
+
+    for fn in (gradient, gradient_of_operation):
+        torch.autograd.gradcheck(fn, (z, cotangent))
+        first = torch.autograd.grad(torch.ops.moeclip.route(z, 2, normalize, rule)[0], z, cotangent)[0]
+        torch.testing.assert_close(fn(z, cotangent), first, rtol=1e-13, atol=1e-16)
 
 
 @pytest.mark.parametrize("normalize", [True, False])

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from lightning_moeclip.kernels import reference
+from lightning_moeclip.kernels import reference, router_triton
 from lightning_moeclip.kernels.backend import runs_triton
 
 from tests.kernels.routing import (
@@ -66,6 +66,11 @@ def test_kernel_follows_the_formula_of_the_other_rules(normalize: bool, rule: st
     exact = reference.router_logits_gradient(z.detach().double(), chosen, alignment, normalize_topk=False, rule=rule)
     # a softmax of 6 and a sum of 3 products
     assert (grad - exact).norm() <= 10 * torch.finfo(torch.float32).eps * exact.norm()
+
+
+def test_fold_sums_more_rows_than_one_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_triton, "_FOLD", 16)
+    compare(logits(300, 8), 2, normalize=True)
 
 
 def test_lowest_id_wins_among_equal_logits_and_zeros_of_either_sign() -> None:
