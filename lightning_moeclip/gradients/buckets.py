@@ -5,6 +5,7 @@ freed at once: after backward there is one copy of the gradients, in the buckets
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from lightning_moeclip.gradients.slabs import places_of
 from lightning_moeclip.kernels.grad_pack import grad_pack
 from lightning_moeclip.parallel.plan import BucketPlan, PlannedParameter
 
-__all__ = ["Bucket", "Passage", "Slot"]
+__all__ = ["Bucket", "Passage", "Slot", "Waiting"]
 
 
 class Passage(Protocol):
@@ -44,7 +45,7 @@ class Slot:
     Attributes:
         view: part of the bucket's flat buffer, in the shape and strides of the parameter.
         num_fired: gradients that arrived since the last reduction.
-        is_pending: what came, or was there before, waits in ``.grad`` to be packed.
+        is_pending: what came, or was there before, waits to be packed.
         is_packed: the view holds this rank's divided gradient.
         is_late: a gradient arrived after the bucket was launched, and waits in ``.grad``.
         is_silent: all that arrived are the zeros of a stand-in for a missing loss, as good as nothing.
@@ -116,12 +117,29 @@ class Slot:
         reduced part has to enter as W a / R of itself.
         """
         grad = self.parameter.grad
-        if grad is None or self.is_local or self.is_pending or self.bucket.is_launched:
+        if grad is None or self.is_local or self.bucket.is_launched:
             return
         if grad is self.view:
             grad_pack([grad], [grad], [self.factors.reopen])
         else:
             self.parameter.grad = grad.detach() * self.factors.reopen  # a tensor of the user's stays as it is
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """A gradient that waits to be packed.
+
+    Attributes:
+        slot: where it belongs.
+        gradient: as autograd left it.
+        factor: what it is multiplied by, 0-d.
+        accumulates: it is added to an earlier part of this backward.
+    """
+
+    slot: Slot
+    gradient: Tensor
+    factor: Tensor
+    accumulates: bool
 
 
 class Bucket:
@@ -158,7 +176,7 @@ class Bucket:
         self.num_come = 0
         self.is_launched = False
         self._passage = passage
-        self._pending: list[tuple[Slot, Tensor]] = []
+        self._pending: list[Waiting] = []
         self._num_pending = 0
         self.flat = flat
         self.wire = flat if wire_dtype in (None, plan.dtype) else torch.zeros_like(flat, dtype=wire_dtype)
@@ -188,6 +206,7 @@ class Bucket:
         """Make ready for the next backward."""
         self.num_come = 0
         self.is_launched = False
+        self._pending, self._num_pending = [], 0  # of a backward that an exception ended
         for slot in self.slots:
             slot.reset()
 
@@ -197,7 +216,7 @@ class Bucket:
             self.num_come += 1
         if not self._passage.patience:
             self._pack_one(slot)
-        elif not slot.is_pending:
+        else:
             self._put_off(slot, slot.factors.pack)
             if self._num_pending >= self._passage.patience:
                 self._passage.pack(self)
@@ -212,54 +231,51 @@ class Bucket:
             accumulates=accumulates,
             with_statistics=self.is_watched,
         )
+        slot.is_packed = True
         if sums is not None:
             slot.sums = sums[0]
 
     def _put_off(self, slot: Slot, factor: Tensor) -> None:
-        slot.is_pending = True
-        self._pending.append((slot, factor))
+        self._pending.append(Waiting(slot, _let_go(slot), factor, accumulates=slot.has_come))
         self._num_pending += slot.view.numel()
+        slot.is_pending = True
 
-    def pack(self, members: Sequence[tuple[Slot, Tensor]], *, accumulates: bool = False) -> list[Tensor]:
-        """Multiply what is in ``.grad`` into the views, and let go of it.
+    def pack_pending(self) -> list[Tensor]:
+        """Pack what waits; returns what was read, which has to live until it has been."""
+        pending = self.hand_over()
+        self._pack([waiting for waiting in pending if not waiting.accumulates])
+        more = [waiting for waiting in pending if waiting.accumulates]
+        while more:
+            # in the order in which they came, and one of each slot at a time: a launch of a kernel knows no order
+            first = {waiting.slot: waiting for waiting in reversed(more)}
+            self._pack(list(first.values()), accumulates=True)
+            more = [waiting for waiting in more if first[waiting.slot] is not waiting]
+        return [waiting.gradient for waiting in pending]
 
-        Args:
-            members: slots, and what each gradient is multiplied by, 0-d.
-            accumulates: the views hold an earlier part of this backward.
-
-        Returns:
-            What was read, which has to live until it has been.
-        """
-        gradients = [_let_go(slot) for slot, _ in members]
+    def _pack(self, members: Sequence[Waiting], *, accumulates: bool = False) -> None:
+        if not members:
+            return
         sums = grad_pack(
-            gradients,
-            [slot.view for slot, _ in members],
-            [factor for _, factor in members],
+            [waiting.gradient for waiting in members],
+            [waiting.slot.view for waiting in members],
+            [waiting.factor for waiting in members],
             accumulates=accumulates,
             with_statistics=self.is_watched,
         )
-        for index, (slot, _) in enumerate(members):
-            slot.sums = None if sums is None else sums[index]
-        return gradients
+        for index, waiting in enumerate(members):
+            waiting.slot.sums = None if sums is None else sums[index]
 
-    def pack_pending(self) -> list[Tensor]:
-        """Pack everything that waits; returns what was read."""
-        pending = self._take_pending()
-        fresh, more = ([p for p in pending if p[0].is_packed is again] for again in (False, True))
-        read = self.pack(fresh) if fresh else []
-        return read + (self.pack(more, accumulates=True) if more else [])
-
-    def hand_over(self) -> list[tuple[Slot, Tensor, Tensor]]:
-        """What waits, for somebody else to pack: slots, gradients and their factors."""
-        return [(slot, _let_go(slot), factor) for slot, factor in self._take_pending()]
-
-    def pending_slots(self) -> list[Slot]:
-        """Whose gradients wait to be packed."""
-        return [slot for slot, _ in self._pending]
-
-    def _take_pending(self) -> list[tuple[Slot, Tensor]]:
+    def hand_over(self) -> list[Waiting]:
+        """What waits, for the caller to pack."""
         pending, self._pending, self._num_pending = self._pending, [], 0
+        for waiting in pending:
+            waiting.slot.is_pending, waiting.slot.is_packed = False, True
         return pending
+
+    @property
+    def waits_plainly(self) -> bool:
+        """Whether all that waits is the first gradient of its place, and of its dtype."""
+        return not any(w.accumulates or w.gradient.dtype != w.slot.view.dtype for w in self._pending)
 
     def gather_rest(self) -> None:
         """Have all that this rank gives to the sum packed or waiting, and zeros where there is nothing."""
@@ -312,11 +328,10 @@ class Bucket:
 
 
 def _let_go(slot: Slot) -> Tensor:
-    """The gradient of a slot, which is packed from now on."""
+    """The gradient of a slot, which its parameter no longer has: a second one will come apart."""
     grad = slot.parameter.grad
     assert grad is not None, "a hook fired without a gradient"
     slot.parameter.grad = None
-    slot.is_pending, slot.is_packed = False, True
     return grad
 
 

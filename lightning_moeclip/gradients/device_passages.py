@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_moeclip.gradients.buckets import Bucket, Passage, Slot
+from lightning_moeclip.gradients.buckets import Bucket, Passage
 from lightning_moeclip.gradients.collectives import start_sum
 from lightning_moeclip.kernels.backend import runs_triton
 
@@ -134,26 +134,27 @@ class GraphPassage(StreamPassage):
 
     def start(self, bucket: Bucket) -> None:
         """Replay, or record first."""
-        if not self._addresses:
-            self._addresses = _addresses(bucket)
-            super().start(bucket)
-            return
         with self._beside():
             bucket.gather_rest()
             self._load(bucket)
-            if self._graph is None or self._addresses != _addresses(bucket):
-                self._record(bucket)
-            assert self._graph is not None, "recorded above"
-            self._graph.replay()
+            if not self._addresses:
+                self._addresses = _addresses(bucket)
+                self._plan.launch()
+                _sum(bucket)
+            else:
+                if self._graph is None or self._addresses != _addresses(bucket):
+                    self._record(bucket)
+                assert self._graph is not None, "recorded above"
+                self._graph.replay()
             self._plan.release()  # the allocator keeps what the stream still reads
             self._is_there.record(self._stream)
 
     def _load(self, bucket: Bucket) -> None:
         """Tell the graph where its gradients lie, and their factors; what it cannot read is packed before it."""
-        if bucket.is_watched or not all(map(_is_plain, bucket.pending_slots())):
+        if bucket.is_watched or not bucket.waits_plainly:
             self.pack(bucket)
         sources = {slot: (slot.view, bucket.factors.one) for slot in bucket.slots}
-        sources |= {slot: (grad, factor) for slot, grad, factor in bucket.hand_over()}
+        sources |= {waiting.slot: (waiting.gradient, waiting.factor) for waiting in bucket.hand_over()}
         if self._plan is None or self._addresses != _addresses(bucket):
             from lightning_moeclip.kernels.grad_triton import PackPlan
 
@@ -169,12 +170,6 @@ class GraphPassage(StreamPassage):
         with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
             self._plan.launch()
             _sum(bucket)
-
-
-def _is_plain(slot: Slot) -> bool:
-    """Whether the gradient that waits is what the graph was recorded for: of the place's dtype, and the first one."""
-    grad = slot.parameter.grad
-    return not slot.is_packed and grad is not None and grad.dtype == slot.view.dtype
 
 
 def _addresses(bucket: Bucket) -> tuple[int, ...]:

@@ -33,8 +33,18 @@ class Factors:
         """Make them for gradients of ``dtype``; 16-bit ones are multiplied in float32, as by a Python number."""
         wide = torch.promote_types(dtype, torch.float32).to_real()
         pack = 1.0 / divisor
-        values = (pack, 1.0 / (pack * num_replicas), 1.0 / num_replicas, 1.0)
-        return cls(*(torch.tensor(value, dtype=wide) for value in values), divisor, num_replicas)
+
+        def number(value: float) -> Tensor:
+            return torch.tensor(value, dtype=wide)
+
+        return cls(
+            pack=number(pack),
+            reopen=number(1.0 / (pack * num_replicas)),
+            share=number(1.0 / num_replicas),
+            one=number(1.0),
+            divisor=divisor,
+            num_replicas=num_replicas,
+        )
 
 
 class ScaleFactors:

@@ -287,7 +287,8 @@ class Reducer:
             if sample is not None:
                 sample.take(bucket)
         if statistics is not None:
-            statistics.take_local([(slot.parameter, slot.sums) for slot in self._slots if slot.is_present])
+            present = [slot for slot in self._slots if slot.is_present]
+            statistics.take_local((slot.parameter, slot.sums) for slot in present if slot.sums is not None)
         return sample
 
     def _answer(self) -> Answer:

@@ -7,6 +7,7 @@ buffers of its own.
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,7 +74,7 @@ def _slab(numel: int, dtype: torch.dtype, device: torch.device, group: dist.Proc
 
 def _registered(numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> Tensor | None:
     """Zeros in a pool of their own, registered once, that neither grows nor shrinks; None where there is no such."""
-    backend = group._get_backend(device)
+    backend: Any = group._get_backend(device)  # NCCL's, for one, has more than its base
     # a communicator is made by its first collective, and registering wants one
     sum_over(torch.zeros(1, device=device), group)
     try:

@@ -6,17 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_moeclip.gradients.buckets import Bucket, Passage
-from lightning_moeclip.gradients.stash import GradStash
+from lightning_moeclip.gradients.stash import BlockingPassage, GradStash, HostPassage, RecordedPassage
+from lightning_moeclip.parallel.plan import BucketPlan, PlannedParameter
+from lightning_moeclip.parallel.roles import ParamRole
 from lightning_moeclip.strategy import MoEClipStrategy
 from lightning_moeclip.testing import Rank, on_ranks
 from tests.models import TwoTowers, batches, loader, quiet_trainer, share
 
-WAYS = list(itertools.product(("sync", "stream", "graph"), (None, 1, 2, 4)))
+WAYS = [("sync", None), *itertools.product(("stream", "graph"), (None, 1, 2, 4))]
 ROWS = {2: [5, 3], 4: [4, 3, 0, 1]}
 MANY_BUCKETS = 3e-4  # MiB: 13 buckets of the test's model
 
@@ -196,3 +198,41 @@ def test_flushing_waits_in_the_order_of_the_launches() -> None:
     stash.flush()
     stash.flush()
     assert done == ["launch a", "launch b", "wait a", "launch c", "wait b", "wait c"]
+
+
+def bucket_on(passage: Passage) -> Bucket:
+    """Three parameters that three ranks would share: a third is no power of two."""
+    parameters = {name: nn.Parameter(torch.zeros(4, 3)) for name in "abc"}
+    planned = [PlannedParameter(n, ParamRole(None, "dense"), (4, 3), torch.float32, "dp", True) for n in parameters]
+    plan = BucketPlan("dp", torch.float32, torch.device("cpu"), tuple(planned))
+    return Bucket(plan, parameters, torch.zeros(36), divisor=3, num_replicas=3, group=None, passage=passage)
+
+
+def test_gradients_that_come_several_times_are_divided_and_added_in_their_order_in_every_way() -> None:
+    found = []
+    for passage in (HostPassage(), BlockingPassage(), RecordedPassage()):
+        generator = torch.Generator().manual_seed(0)
+        bucket = bucket_on(passage)
+        for name in "abaacb":
+            slot = bucket.slots["abc".index(name)]
+            slot.parameter.grad = torch.randn(4, 3, generator=generator)
+            bucket.take(slot)
+            assert slot.parameter.grad is None
+        assert bucket.is_full
+        bucket.launch()
+        bucket.wait()
+        found.append(bucket.flat.clone())
+    assert found[0].abs().min() > 0
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_what_waited_in_an_aborted_backward_is_not_packed_in_the_next() -> None:
+    bucket = bucket_on(RecordedPassage())
+    slot = bucket.slots[0]
+    slot.parameter.grad = torch.ones(4, 3)
+    bucket.take(slot)
+    bucket.reset()
+    bucket.launch()
+    bucket.wait()
+    assert not bucket.flat.any()
