@@ -16,7 +16,7 @@ from torch import Tensor
 __all__ = ["PackPlan", "pack", "statistics_of", "unpack"]
 
 _ALIGNMENT = 16
-_MAX_LAYOUTS = 64
+_MAX_LAYOUTS = 1024  # of sets of sizes: each bucket has a few, and a set costs copies that wait for the device
 
 
 class PackPlan:

@@ -58,8 +58,8 @@ class MoEClipStrategy(WatchedStrategy):
         gradient_dtype: dtype in which gradients are summed over ranks, such as ``torch.bfloat16`` or its name; None is
             each gradient's own.
         stash: how gradients travel while backward goes on: "stream" on a stream of their own (in threads of the process
-            group on a CPU), "graph" replayed from a recording, a CUDA graph on a GPU, "sync" one after the other. All
-            of them give the same bits.
+            group on a CPU), "graph" replayed from a recording, a CUDA graph on a GPU, "sync" one after the other when
+            backward has ended. All of them give the same bits.
         accelerator: as in Lightning's ``DDPStrategy``, like the arguments below.
         parallel_devices: see ``accelerator``.
         cluster_environment: see ``accelerator``.

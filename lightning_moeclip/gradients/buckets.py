@@ -22,6 +22,10 @@ from lightning_moeclip.parallel.plan import BucketPlan, PlannedParameter
 __all__ = ["Bucket", "Passage", "Slot", "Waiting"]
 
 
+# elements that wait at most in a bucket that is launched when backward ends: gradients are freed as they are packed
+_MOST_WAITING = 2**22
+
+
 class Passage(Protocol):
     """How the gradients of a bucket are packed, and get into the sum and back."""
 
@@ -29,14 +33,30 @@ class Passage(Protocol):
     def patience(self) -> float:
         """Elements of gradients that wait for one another before they are packed; 0 packs each when it comes."""
 
+    def note(self) -> None:
+        """Take note of who leaves a gradient that is to wait."""
+
     def pack(self, bucket: "Bucket") -> None:
         """Pack what waits."""
 
+    def catch_up(self) -> None:
+        """Have the caller see what was packed."""
+
     def start(self, bucket: "Bucket") -> None:
-        """Close the bucket and start the sum."""
+        """Close the bucket and start the sum, without waiting for other ranks unless its place is behind backward."""
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether ``end`` would not wait."""
 
     def end(self, bucket: "Bucket") -> None:
         """Wait until the views hold the sum."""
+
+    def rehearse(self, bucket: "Bucket") -> None:
+        """Behind backward: make ready what takes a wait."""
+
+    def release(self) -> None:
+        """Let go of what must not outlive the process group."""
 
 
 class Slot:
@@ -211,15 +231,17 @@ class Bucket:
             slot.reset()
 
     def take(self, slot: Slot) -> None:
-        """Note that a gradient came, and pack it, or a batch of them: a launch of a kernel costs more than its work."""
+        """Note that a gradient came, and pack it: many at a time where the launch of a kernel is dear."""
         if not slot.has_come:
             self.num_come += 1
-        if not self._passage.patience:
+        patience = self._passage.patience
+        if not patience:
             self._pack_one(slot)
-        else:
-            self._put_off(slot, slot.factors.pack)
-            if self._num_pending >= self._passage.patience:
-                self._passage.pack(self)
+            return
+        self._passage.note()
+        self._put_off(slot, slot.factors.pack)
+        if self._num_pending >= (patience if self.is_deferred is False else min(patience, _MOST_WAITING)):
+            self._passage.pack(self)
 
     def _pack_one(self, slot: Slot) -> None:
         """``pack`` of one, which is called for every gradient of a step."""
@@ -232,8 +254,7 @@ class Bucket:
             with_statistics=self.is_watched,
         )
         slot.is_packed = True
-        if sums is not None:
-            slot.sums = sums[0]
+        slot.sums = None if sums is None else sums[0]
 
     def _put_off(self, slot: Slot, factor: Tensor) -> None:
         self._pending.append(Waiting(slot, _let_go(slot), factor, accumulates=slot.has_come))
@@ -277,13 +298,13 @@ class Bucket:
         """Whether all that waits is the first gradient of its place, and of its dtype."""
         return not any(w.accumulates or w.gradient.dtype != w.slot.view.dtype for w in self._pending)
 
-    def gather_rest(self) -> None:
+    def fill_missing(self) -> None:
         """Have all that this rank gives to the sum packed or waiting, and zeros where there is nothing."""
         for slot in self.slots:
             if not slot.has_come:
-                self.settle(slot)
+                self.fill_missing_slot(slot)
 
-    def settle(self, slot: Slot) -> None:
+    def fill_missing_slot(self, slot: Slot) -> None:
         """Make do with what is there of a slot for which nothing came."""
         if slot.parameter.grad is None:
             slot.view.zero_()
@@ -293,17 +314,35 @@ class Bucket:
 
     def close(self) -> None:
         """Give every place its final content before the sum."""
-        self.gather_rest()
+        self.fill_missing()
         self._passage.pack(self)
+        self._passage.catch_up()
 
     def launch(self) -> None:
         """Close and start the sum."""
         self.is_launched = True
         self._passage.start(self)
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether ``wait`` would not wait."""
+        return self._passage.has_arrived
+
     def wait(self) -> None:
         """Wait for the sum; the views hold the reduced gradients afterwards."""
         self._passage.end(self)
+
+    def rehearse(self) -> None:
+        """Behind backward, when nothing is under way: make the next one ready."""
+        self._passage.rehearse(self)
+
+    def catch_up(self) -> None:
+        """Have the caller see what was packed."""
+        self._passage.catch_up()
+
+    def release(self) -> None:
+        """Let go of what must not outlive the process group."""
+        self._passage.release()
 
     def to_wire(self) -> None:
         """Cast what is packed for its way."""

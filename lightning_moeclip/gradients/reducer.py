@@ -14,7 +14,7 @@ from lightning_moeclip.gradients.collectives import sum_over
 from lightning_moeclip.gradients.report import Attendance, ReductionResidual
 from lightning_moeclip.gradients.residual import ResidualSample
 from lightning_moeclip.gradients.roll_call import Answer, RollCall, Totals
-from lightning_moeclip.gradients.slabs import allocate
+from lightning_moeclip.gradients.slabs import Slabs
 from lightning_moeclip.gradients.stash import GradStash, StashMode, passage_for
 from lightning_moeclip.gradients.statistics import LayerStatistics
 from lightning_moeclip.parallel.mesh import Mesh
@@ -78,7 +78,8 @@ class Reducer:
         self._count_unplanned = count_unplanned
         self._on_unplanned = on_unplanned
         self._on_finished = on_finished
-        self._stash = GradStash(wait_window)
+        self._stash = GradStash(wait_window, is_eager=stash != "sync")
+        self._slabs = Slabs(plan, mesh.gradient_groups)
         self.buckets = self._make_buckets(parameters, wire_dtype, stash, divisors)
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
         device = self.buckets[0].flat.device if self.buckets else torch.device("cpu")
@@ -105,11 +106,11 @@ class Reducer:
                 divisor=self.plan.divisor,
                 num_replicas=len(self.plan.replicas[bucket.axis]),
                 group=self._mesh.gradient_groups[bucket.axis],
-                passage=passage_for(stash, bucket.device)(),
+                passage=passage_for(stash, bucket.device),
                 wire_dtype=wire_dtype,
                 divisors=divisors,
             )
-            for bucket, flat in zip(self.plan.buckets, allocate(self.plan, self._mesh.gradient_groups), strict=True)
+            for bucket, flat in zip(self.plan.buckets, self._slabs.flats, strict=True)
         ]
 
     def _be_idle(self) -> None:
@@ -141,7 +142,10 @@ class Reducer:
         parameter.requires_grad_(is_trainable)
 
     def detach(self) -> None:
-        """Remove the hooks; reduced gradients stay where they are."""
+        """Remove the hooks; reduced gradients stay where they are, and nothing is reduced any more."""
+        for bucket in self.buckets:
+            bucket.release()
+        self._slabs.release()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -163,8 +167,10 @@ class Reducer:
 
     def abandon(self) -> None:
         """Forget a backward that an exception ended before its reduction; what the ranks launched comes to its end."""
-        if self._is_open:
+        if self._is_open or self._stash.is_busy:
             self._stash.flush()
+            for bucket in self.buckets:
+                bucket.catch_up()
             self._close()
         self._is_driven = self._is_aborted = False
 
@@ -241,7 +247,7 @@ class Reducer:
             return
         while self._next < len(self._order):
             bucket = self._order[self._next]
-            if bucket.is_deferred is not False or not bucket.is_full:
+            if bucket.is_deferred is not False or not bucket.is_full or not self._stash.has_room():
                 return
             self._stash.launch(bucket)
             self._next += 1
@@ -260,8 +266,12 @@ class Reducer:
         sample = self._watch() if self._is_watched else None
         for bucket in self._order[self._next :]:
             self._stash.launch(bucket)
+        if self.roll_call.vector.is_cuda:
+            self._stash.flush()  # waits for nothing on the host, and puts the roll call behind all sums on every rank
         totals = self.roll_call.call(self._answer())
         self._stash.flush()
+        for bucket in self._order:
+            bucket.rehearse()
         self.residual = None if sample is None else sample.compare(self._order)
         if totals.has_late:
             for bucket in self._order:
@@ -339,12 +349,16 @@ class Reducer:
 
         Every rank must call this after the same ``finish``.
         """
+        planned = {id(slot.parameter) for slot in self._slots}
+        for slot in previous._slots:
+            if id(slot.parameter) not in planned and slot.parameter.grad is slot.view:
+                slot.parameter.grad = slot.view.clone()  # of one that was frozen: its view would keep the whole slab
         known = {id(slot.parameter): slot for slot in previous._slots}
         newcomers = [slot for slot in self._slots if id(slot.parameter) not in known]
         presence = torch.tensor([float(slot.parameter.grad is not None) for slot in newcomers])
         for slot in newcomers:
             slot.is_local = True  # nobody has reduced it
-            slot.bucket.settle(slot)
+            slot.bucket.fill_missing_slot(slot)
             slot.bucket.pack_pending()
             sum_over(slot.view, slot.bucket.group)
         totals = sum_over(presence.to(self.roll_call.vector.device), self._mesh.gradient_groups["dp"]).tolist()

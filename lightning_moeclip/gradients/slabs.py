@@ -6,6 +6,7 @@ buffers of its own.
 """
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from lightning_moeclip.parallel.agreement import gather_objects
 from lightning_moeclip.parallel.mesh import Axis
 from lightning_moeclip.parallel.plan import BucketPlan, SyncPlan
 
-__all__ = ["allocate", "places_of"]
+__all__ = ["Slabs", "places_of"]
 
 _log = logging.getLogger("lightning_moeclip")
 
@@ -41,42 +42,63 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def allocate(plan: SyncPlan, groups: Mapping[Axis, dist.ProcessGroup | None]) -> list[Tensor]:
-    """Zeros for every bucket of a plan, in its order; a collective on GPUs.
+class Slabs:
+    """The slabs of one plan; making them is a collective on GPUs.
 
-    Args:
-        plan: equal on all ranks.
-        groups: who sums a bucket, by its axis.
+    Attributes:
+        flats: zeros for every bucket of the plan, in its order, each a part of a slab.
     """
-    sizes = [places_of(bucket)[-1][1] for bucket in plan.buckets]
-    members: dict[tuple[Axis, torch.dtype, torch.device], list[int]] = {}
-    for index, bucket in enumerate(plan.buckets):
-        members.setdefault((bucket.axis, bucket.dtype, bucket.device), []).append(index)
-    flats: dict[int, Tensor] = {}
-    for (axis, dtype, device), indices in members.items():
-        places = [_aligned(sizes[index]) for index in indices]
-        slab = _slab(sum(places), dtype, device, groups[axis])
-        for index, part in zip(indices, slab.split(places), strict=True):
-            flats[index] = part[: sizes[index]]
-    return [flats[index] for index in range(len(plan.buckets))]
+
+    def __init__(self, plan: SyncPlan, groups: Mapping[Axis, dist.ProcessGroup | None]) -> None:
+        """Allocate.
+
+        Args:
+            plan: equal on all ranks.
+            groups: who sums a bucket, by its axis.
+        """
+        self._registered: list[tuple[Any, Any]] = []  # backends and pools
+        sizes = [places_of(bucket)[-1][1] for bucket in plan.buckets]
+        members: dict[tuple[Axis, torch.dtype, torch.device], list[int]] = {}
+        for index, bucket in enumerate(plan.buckets):
+            members.setdefault((bucket.axis, bucket.dtype, bucket.device), []).append(index)
+        flats: dict[int, Tensor] = {}
+        for (axis, dtype, device), indices in members.items():
+            places = [_aligned(sizes[index]) for index in indices]
+            slab = self._slab(sum(places), dtype, device, groups[axis])
+            for index, part in zip(indices, slab.split(places), strict=True):
+                flats[index] = part[: sizes[index]]
+        self.flats = [flats[index] for index in range(len(plan.buckets))]
+
+    def _slab(self, numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
+        if device.type == "cuda" and group is not None:
+            made = _registered(numel, dtype, device, group)
+            # all ranks have registered memory, or none
+            everywhere = all(gather_objects(made is not None))
+            _say_once("registered with NCCL" if everywhere else "plain: torch or NCCL cannot register it here")
+            if made is not None:
+                slab, *registration = made
+                self._registered.append((registration[0], registration[1]))
+                if everywhere:
+                    return slab
+                self.release()
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def release(self) -> None:
+        """Let NCCL forget the memory, which lives on as long as gradients view it."""
+        for backend, pool in self._registered:
+            backend.deregister_mem_pool(pool)
+        self._registered.clear()
 
 
-def _slab(numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
-    if device.type == "cuda" and group is not None:
-        slab = _registered(numel, dtype, device, group)
-        # all ranks of a group have registered memory, or none
-        everywhere = all(gather_objects(slab is not None))
-        _say_once("registered with NCCL" if everywhere else "plain: this build of torch or NCCL cannot register it")
-        if slab is not None and everywhere:
-            return slab
-    return torch.zeros(numel, dtype=dtype, device=device)
-
-
-def _registered(numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> Tensor | None:
-    """Zeros in a pool of their own, registered once, that neither grows nor shrinks; None where there is no such."""
+def _registered(
+    numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
+) -> tuple[Tensor, Any, Any] | None:
+    """Zeros in a pool of their own that neither grows nor shrinks, registered once; None where there is no such."""
     backend: Any = group._get_backend(device)  # NCCL's, for one, has more than its base
     # a communicator is made by its first collective, and registering wants one
     sum_over(torch.zeros(1, device=device), group)
+    if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+        return None  # NCCL cannot register such segments (nccl#1584)
     try:
         pool = torch.cuda.MemPool(backend.mem_allocator)
         with torch.cuda.use_mem_pool(pool):
@@ -85,12 +107,10 @@ def _registered(numel: int, dtype: torch.dtype, device: torch.device, group: dis
     except (AttributeError, NotImplementedError, RuntimeError) as error:
         _log.debug("No registered memory: %s", error)
         return None
-    _pools.append(pool)
-    return slab
+    return slab, backend, pool
 
 
 _said: set[str] = set()
-_pools: list[object] = []  # a pool that is let go of would free the memory under its slab
 
 
 def _say_once(how: str) -> None:

@@ -2,12 +2,14 @@
 
 Every way gives the same bits, since each bucket is summed by the same collective in the same order on all ranks and
 nothing is used before its sum is there: all of them are waited for when backward ends, before gradients are unscaled.
+Backward itself never waits: another rank may launch a bucket only when its own backward has ended, and for that it may
+need this one's to go on, as where experts are spread.
 
 * ``"stream"``: sums start when their bucket is full and run beside backward: in threads of the process group on a CPU,
   on a stream of their own on a GPU.
 * ``"graph"``: the same three operations of a bucket are recorded once and replayed in each step: a CUDA graph on a GPU,
   a list of calls on a CPU.
-* ``"sync"``: each sum is waited for where it starts. Slower, and easier to follow in a debugger or a profiler.
+* ``"sync"``: when backward has ended, one sum after the other. Slower, and easier to follow in a debugger or profiler.
 """
 
 import math
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from lightning_moeclip.gradients.buckets import Bucket, Passage
 from lightning_moeclip.gradients.collectives import start_sum
 
-__all__ = ["GradStash", "StashMode", "check_stash", "passage_for"]
+__all__ = ["GradStash", "StashMode", "addresses", "check_stash", "passage_for"]
 
 StashMode = Literal["stream", "graph", "sync"]
 
@@ -45,15 +47,32 @@ class GradStash:
 
     Args:
         wait_window: buckets in flight at a time; None for all of them.
+        is_eager: buckets start while backward goes on.
     """
 
-    def __init__(self, wait_window: int | None = None) -> None:
+    def __init__(self, wait_window: int | None = None, *, is_eager: bool = True) -> None:
         self._wait_window = wait_window
+        self._is_eager = is_eager
         self._in_flight: deque[Bucket] = deque()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self._in_flight)
+
+    def has_room(self) -> bool:
+        """Whether a bucket may start within backward: nothing has to be waited for."""
+        while self._is_full and self._in_flight[0].has_arrived:
+            self._in_flight.popleft().wait()
+        return self._is_eager and not self._is_full
+
+    @property
+    def _is_full(self) -> bool:
+        return self._wait_window is not None and len(self._in_flight) >= self._wait_window
 
     def launch(self, bucket: Bucket) -> None:
         """Start the sum of a bucket; waits for the oldest one under way where the window is full."""
-        while self._wait_window is not None and len(self._in_flight) >= self._wait_window:
+        while self._is_full:
             self._in_flight.popleft().wait()
         self._in_flight.append(bucket)
         bucket.launch()
@@ -64,8 +83,8 @@ class GradStash:
             self._in_flight.popleft().wait()
 
 
-def passage_for(mode: StashMode, device: torch.device) -> Callable[[], Passage]:
-    """What makes the passage of one bucket.
+def passage_for(mode: StashMode, device: torch.device) -> Passage:
+    """How one bucket travels.
 
     Args:
         mode: see the top of this file.
@@ -76,7 +95,10 @@ def passage_for(mode: StashMode, device: torch.device) -> Callable[[], Passage]:
         from lightning_moeclip.gradients.device_passages import device_passage
 
         return device_passage(mode, device)
-    return {"stream": HostPassage, "graph": RecordedPassage, "sync": BlockingPassage}[mode]
+    kinds: dict[str, Callable[[], Passage]] = {
+        "stream": HostPassage, "graph": RecordedPassage, "sync": BlockingPassage,
+    }  # fmt: skip
+    return kinds[mode]()
 
 
 class HostPassage:
@@ -87,9 +109,15 @@ class HostPassage:
     def __init__(self) -> None:
         self._work: dist.Work | None = None
 
+    def note(self) -> None:
+        """A gradient waits; nothing here runs beside the one that left it."""
+
     def pack(self, bucket: Bucket) -> None:
         """Pack what waits."""
         bucket.pack_pending()
+
+    def catch_up(self) -> None:
+        """Nothing here packs beside the caller."""
 
     def start(self, bucket: Bucket) -> None:
         """Close the bucket and start the sum."""
@@ -100,12 +128,23 @@ class HostPassage:
     def _sum(self, bucket: Bucket) -> None:
         self._work = start_sum(bucket.wire, bucket.group)
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether ``end`` would not wait."""
+        return self._work is None or self._work.is_completed()
+
     def end(self, bucket: Bucket) -> None:
         """Wait until the views hold the sum."""
         if self._work is not None:
             self._work.wait()
             self._work = None
         bucket.from_wire()
+
+    def rehearse(self, bucket: Bucket) -> None:
+        """Nothing to make ready."""
+
+    def release(self) -> None:
+        """Nothing to let go of."""
 
 
 class BlockingPassage(HostPassage):
@@ -137,11 +176,12 @@ class RecordedPassage(HostPassage):
         """Replay the calls up to the start of the sum."""
         if not self._calls:
             self._calls = (bucket.close, bucket.to_wire, lambda: self._sum(bucket))
-            self._addresses = _addresses(bucket)
-        assert self._addresses == _addresses(bucket), "a recorded bucket has moved"
+            self._addresses = addresses(bucket)
+        assert self._addresses == addresses(bucket), "a recorded bucket has moved"
         for call in self._calls:
             call()
 
 
-def _addresses(bucket: Bucket) -> tuple[int, ...]:
+def addresses(bucket: Bucket) -> tuple[int, ...]:
+    """Where everything lies that a recording reads and writes, but for the gradients themselves."""
     return (bucket.flat.data_ptr(), bucket.wire.data_ptr(), *(slot.view.data_ptr() for slot in bucket.slots))

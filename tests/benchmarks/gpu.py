@@ -232,7 +232,7 @@ def buckets_of(mode: StashMode, shapes: Sequence[Size]) -> list[Bucket]:
         planned = (PlannedParameter(n, role, tuple(p.shape), FP32, "dp", True) for n, p in parameters.items())
         plan = BucketPlan("dp", FP32, device, tuple(planned))
         flat = torch.zeros(places_of(plan)[-1][1], device=device)
-        way, group = passage_for(mode, device)(), dist.group.WORLD
+        way, group = passage_for(mode, device), dist.group.WORLD
         buckets.append(Bucket(plan, parameters, flat, divisor=3, num_replicas=3, group=group, passage=way))
     return buckets
 
@@ -251,6 +251,7 @@ def reduced(mode: StashMode, shapes: Sequence[Size]) -> list[Tensor]:
             stash.launch(bucket)
         stash.flush()
         for bucket in buckets:
+            bucket.rehearse()
             found += [slot.view.clone() for slot in bucket.slots]
             bucket.reset()
     return found

@@ -10,9 +10,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_moeclip.binding import LightningModule
 from lightning_moeclip.gradients.buckets import Bucket, Passage
-from lightning_moeclip.gradients.stash import BlockingPassage, GradStash, HostPassage, RecordedPassage
-from lightning_moeclip.parallel.plan import BucketPlan, PlannedParameter
+from lightning_moeclip.gradients.slabs import Slabs, places_of
+from lightning_moeclip.gradients.stash import (
+    BlockingPassage,
+    GradStash,
+    HostPassage,
+    RecordedPassage,
+    passage_for,
+)
+from lightning_moeclip.modules import MoE
+from lightning_moeclip.parallel.plan import BucketPlan, PlannedParameter, SyncPlan
 from lightning_moeclip.parallel.roles import ParamRole
 from lightning_moeclip.strategy import MoEClipStrategy
 from lightning_moeclip.testing import Rank, on_ranks
@@ -51,9 +60,8 @@ class Checked:
     def __init__(self, passage: Passage) -> None:
         self._passage = passage
 
-    @property
-    def patience(self) -> float:
-        return self._passage.patience
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._passage, name)
 
     def pack(self, bucket: Bucket) -> None:
         with NoAllocation():
@@ -168,6 +176,68 @@ def test_a_slab_keeps_its_place_and_its_size(rank: Rank) -> None:
     assert addresses == [addresses[0]] * 5
 
 
+class Guarded(LightningModule):
+    """Spread experts with a head behind them, and one rank that gives up a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.moe = nn.Linear(8, 8), MoE(8, 8, 4, top_k=2)
+        self.head = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        loss = self.head(self.moe(self.stem(batch))).square().mean()
+        return None if index == 3 and self.global_rank == 1 else loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@on_ranks(2, timeout_s=60)
+def test_no_backward_waits_for_a_bucket_that_another_rank_launches_behind_its_own(rank: Rank) -> None:
+    """The rank without a loss launches its buckets last; before, it needs the other's part of an exchange of tokens."""
+    data = torch.randn(5, 4, 8, generator=torch.Generator().manual_seed(rank.index))
+    reference = None
+    for mode, window in (("stream", None), ("stream", 1), ("sync", None), ("graph", 2)):
+        module = Guarded()
+        strategy = MoEClipStrategy(expert_parallel_size=2, bucket_size_mb=MANY_BUCKETS, stash=mode, wait_window=window)
+        quiet_trainer(2, strategy=strategy).fit(module, loader(list(data)))
+        reference = reference or module
+        for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(got, expected), (mode, window)
+
+
+@on_ranks(2, timeout_s=60)
+def test_a_gradient_that_a_frozen_parameter_keeps_does_not_keep_the_slab(rank: Rank) -> None:
+    class Freezing(Guarded):
+        def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+            return self.head(self.moe(self.stem(batch))).square().mean()
+
+        def on_train_epoch_start(self) -> None:
+            self.stem.weight.requires_grad_(self.current_epoch == 0)
+
+    module = Freezing()
+    kept: list[Tensor] = []
+    module.on_before_optimizer_step = lambda _: kept.append(module.stem.weight.grad)
+    module.on_before_zero_grad = lambda _: None
+    module.optimizer_zero_grad = lambda *_: [  # type: ignore[method-assign]
+        setattr(p, "grad", None) for p in module.parameters() if p is not module.stem.weight
+    ]
+    strategy = MoEClipStrategy(expert_parallel_size=2)
+    quiet_trainer(2, strategy=strategy, max_epochs=2).fit(module, loader(list(torch.randn(1, 4, 8))))
+    size = module.stem.weight.numel() * 4
+    assert kept[0].untyped_storage().nbytes() > size  # a part of the slab
+    assert kept[1].untyped_storage().nbytes() == size
+    assert torch.equal(kept[0], kept[1])
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("stream", HostPassage), ("graph", RecordedPassage), ("sync", BlockingPassage)]
+)
+def test_each_way_has_its_passage(mode: Any, kind: type) -> None:
+    assert type(passage_for(mode, torch.device("cpu"))) is kind
+
+
 @pytest.mark.parametrize("window", [0, -1, 1.5, True, "2"])
 def test_a_window_without_a_bucket_is_refused(window: Any) -> None:
     with pytest.raises(ValueError, match=r"wait_window=.* must be a number of buckets from 1, or None"):
@@ -192,6 +262,8 @@ def test_flushing_waits_in_the_order_of_the_launches() -> None:
         def wait(self) -> None:
             done.append(f"wait {self.name}")
 
+        has_arrived = False
+
     stash = GradStash(wait_window=2)
     for name in "abc":
         stash.launch(Fake(name))  # type: ignore[arg-type]
@@ -200,12 +272,33 @@ def test_flushing_waits_in_the_order_of_the_launches() -> None:
     assert done == ["launch a", "launch b", "wait a", "launch c", "wait b", "wait c"]
 
 
-def bucket_on(passage: Passage) -> Bucket:
+def test_backward_launches_where_the_window_has_room_or_the_oldest_has_arrived() -> None:
+    class Fake:
+        has_arrived = False
+
+        def launch(self) -> None: ...
+
+        def wait(self) -> None:
+            assert self.has_arrived, "backward would wait"
+
+    stash, first = GradStash(wait_window=1), Fake()
+    assert stash.has_room()
+    stash.launch(first)  # type: ignore[arg-type]
+    assert not stash.has_room()
+    first.has_arrived = True
+    assert stash.has_room()
+    assert not stash.is_busy
+    assert not GradStash(is_eager=False).has_room()
+
+
+def bucket_on(passage: Passage, *, divisor: int = 3, num_replicas: int = 3) -> Bucket:
     """Three parameters that three ranks would share: a third is no power of two."""
     parameters = {name: nn.Parameter(torch.zeros(4, 3)) for name in "abc"}
     planned = [PlannedParameter(n, ParamRole(None, "dense"), (4, 3), torch.float32, "dp", True) for n in parameters]
     plan = BucketPlan("dp", torch.float32, torch.device("cpu"), tuple(planned))
-    return Bucket(plan, parameters, torch.zeros(36), divisor=3, num_replicas=3, group=None, passage=passage)
+    return Bucket(
+        plan, parameters, torch.zeros(36), divisor=divisor, num_replicas=num_replicas, group=None, passage=passage
+    )
 
 
 def test_gradients_that_come_several_times_are_divided_and_added_in_their_order_in_every_way() -> None:
@@ -236,3 +329,36 @@ def test_what_waited_in_an_aborted_backward_is_not_packed_in_the_next() -> None:
     bucket.launch()
     bucket.wait()
     assert not bucket.flat.any()
+
+
+def test_a_recorded_bucket_that_has_moved_is_our_own_fault() -> None:
+    bucket = bucket_on(RecordedPassage())
+    bucket.launch()
+    bucket.slots[1].view = torch.zeros(4, 3)
+    with pytest.raises(AssertionError, match="a recorded bucket has moved"):
+        bucket.launch()
+
+
+def test_a_sum_of_this_rank_alone_is_divided_and_a_reduced_gradient_is_shared_where_none_comes() -> None:
+    """Four ranks, two of which hold the parameter: 1/4 of the one, 1/2 of the other."""
+    bucket = bucket_on(HostPassage(), divisor=4, num_replicas=2)
+    local, reduced, _ = bucket.slots
+    for slot in (local, reduced):
+        slot.parameter.grad = torch.full((4, 3), 8.0)
+    local.keep()
+    bucket.launch()
+    bucket.wait()
+    assert [slot.view.unique().item() for slot in bucket.slots] == [2.0, 4.0, 0.0]
+
+
+def test_large_gradients_and_buckets_begin_where_wide_loads_may() -> None:
+    shapes = {"a": (3,), "b": (40, 30), "c": (7,), "d": (1024,), "e": (5,)}
+    role = ParamRole(None, "dense")
+    planned = tuple(PlannedParameter(n, role, s, torch.float32, "dp", True) for n, s in shapes.items())
+    bucket = BucketPlan("dp", torch.float32, torch.device("cpu"), planned)
+    places = places_of(bucket)
+    assert places == [(0, 3), (64, 1264), (1264, 1271), (1280, 2304), (2304, 2309)]
+    flats = Slabs(SyncPlan((bucket, bucket), 2, {}), {"dp": None}).flats
+    assert [flat.storage_offset() for flat in flats] == [0, 2368]
+    assert [len(flat) for flat in flats] == [2309, 2309]
+    assert flats[0].untyped_storage().data_ptr() == flats[1].untyped_storage().data_ptr()

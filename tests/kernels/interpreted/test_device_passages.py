@@ -35,6 +35,9 @@ class Stream:
 class Event:
     def record(self, _: Any) -> None: ...
 
+    def query(self) -> bool:
+        return True
+
 
 class Graph:
     """Takes note of calls while it is recorded, and makes them when it is replayed."""
@@ -114,6 +117,7 @@ def run(bucket: Bucket, arrivals: dict[str, list[Tensor]], *, is_watched: bool) 
             bucket.take(slot)
     bucket.launch()
     bucket.wait()
+    bucket.rehearse()
     sums = [slot.sums for slot in bucket.slots]
     bucket.reset()
     return torch.cat([slot.view.flatten() for slot in bucket.slots]), sums
