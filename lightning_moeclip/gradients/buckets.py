@@ -45,10 +45,6 @@ class Passage(Protocol):
     def start(self, bucket: "Bucket") -> None:
         """Close the bucket and start the sum, without waiting for other ranks unless its place is behind backward."""
 
-    @property
-    def has_arrived(self) -> bool:
-        """Whether ``end`` would not wait."""
-
     def end(self, bucket: "Bucket") -> None:
         """Wait until the views hold the sum."""
 
@@ -322,11 +318,6 @@ class Bucket:
         """Close and start the sum."""
         self.is_launched = True
         self._passage.start(self)
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether ``wait`` would not wait."""
-        return self._passage.has_arrived
 
     def wait(self) -> None:
         """Wait for the sum; the views hold the reduced gradients afterwards."""

@@ -60,7 +60,6 @@ class InlinePassage:
 
     # few enough to be freed soon, enough to be worth a launch
     patience: float = 2**22
-    has_arrived = True
 
     def note(self) -> None:
         """The caller's stream is the only one."""
@@ -139,11 +138,6 @@ class StreamPassage:
             bucket.close()
             _sum(bucket)
             self._is_there.record(self._stream)
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether the sum is there."""
-        return self._is_there.query()
 
     def end(self, bucket: Bucket) -> None:
         """Have the stream that needs the sum wait for it."""

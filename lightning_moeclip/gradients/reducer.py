@@ -247,7 +247,7 @@ class Reducer:
             return
         while self._next < len(self._order):
             bucket = self._order[self._next]
-            if bucket.is_deferred is not False or not bucket.is_full or not self._stash.has_room():
+            if bucket.is_deferred is not False or not bucket.is_full or not self._stash.has_room:
                 return
             self._stash.launch(bucket)
             self._next += 1

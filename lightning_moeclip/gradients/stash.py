@@ -60,10 +60,13 @@ class GradStash:
         """Whether anything is under way."""
         return bool(self._in_flight)
 
+    @property
     def has_room(self) -> bool:
-        """Whether a bucket may start within backward: nothing has to be waited for."""
-        while self._is_full and self._in_flight[0].has_arrived:
-            self._in_flight.popleft().wait()
+        """Whether a bucket may start within backward.
+
+        Not whether the oldest has arrived: that is a matter of time, and the order of all collectives, also of those
+        of layers and losses, has to be the same on all ranks.
+        """
         return self._is_eager and not self._is_full
 
     @property
@@ -127,11 +130,6 @@ class HostPassage:
 
     def _sum(self, bucket: Bucket) -> None:
         self._work = start_sum(bucket.wire, bucket.group)
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether ``end`` would not wait."""
-        return self._work is None or self._work.is_completed()
 
     def end(self, bucket: Bucket) -> None:
         """Wait until the views hold the sum."""

@@ -35,9 +35,6 @@ class Stream:
 class Event:
     def record(self, _: Any) -> None: ...
 
-    def query(self) -> bool:
-        return True
-
 
 class Graph:
     """Takes note of calls while it is recorded, and makes them when it is replayed."""
