@@ -51,8 +51,8 @@ class MoEClipStrategy(WatchedStrategy):
         towers: module paths by tower, ``{"image": "model.visual", "text": ["model.text"]}``; None recognises the
             layouts of known CLIP models.
         bucket_size_mb: upper bound in MiB of the gradients reduced in one collective.
-        wait_window: such collectives under way at a time; None for all of them. So many start within backward, the others
-            when it has ended. It changes no bit.
+        wait_window: such collectives under way at a time; None for all of them. So many start within backward, the
+            others when it has ended. It changes no bit.
         idle_expert: what a parameter gets that no rank has a gradient for: "skip" leaves ``grad=None`` as one process
             does, "zero" gives zeros, so that momentum and weight decay move it.
         gradient_dtype: dtype in which gradients are summed over ranks, such as ``torch.bfloat16`` or its name; None is
