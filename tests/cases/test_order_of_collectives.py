@@ -5,6 +5,7 @@ The log is taken where torch hands a collective to its process group, so no name
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -70,13 +71,13 @@ class Logged(TwoTowers):
 
 
 @on_ranks(4)
-def fit(rank: Rank, ep: int) -> list[Entry]:
+def fit(rank: Rank, ep: int, window: int | None = None) -> list[Entry]:
     module = Logged()
     data = [
         (x.split(rows)[rank.index], y.split(rows)[rank.index])
         for (x, y), rows in zip(batches(NUM_STEPS), ROWS, strict=True)
     ]
-    strategy = MoEClipStrategy(expert_parallel_size=ep, bucket_size_mb=BUCKET_MB)
+    strategy = MoEClipStrategy(expert_parallel_size=ep, bucket_size_mb=BUCKET_MB, wait_window=window)
     with module.log_of_collectives as log:
         quiet_trainer(4, strategy=strategy, gradient_clip_val=0.05).fit(module, loader(data))
     return log.entries
@@ -96,8 +97,9 @@ def steps_of(log: list[Entry]) -> list[list[Entry]]:
     return [log[a:b] for a, b in zip(starts, [*starts[1:], len(log)], strict=True)]
 
 
-def test_every_collective_of_spread_experts_losses_and_gradients_has_one_order_on_all_ranks() -> None:
-    logs = fit.launch(ep=2)
+@pytest.mark.parametrize("window", [None, 1])
+def test_every_collective_of_spread_experts_losses_and_gradients_has_one_order_on_all_ranks(window: int | None) -> None:
+    logs = fit.launch(ep=2, window=window)
     groups = {(description, ranks) for log in logs for _, description, ranks, _ in log if ranks}
     # expert slices have two replicas each, and each pair of ranks shares experts
     assert groups == {
