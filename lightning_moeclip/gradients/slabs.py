@@ -76,11 +76,11 @@ class Slabs:
             everywhere = all(gather_objects(made is not None))
             _say_once("registered with NCCL" if everywhere else "plain: torch or NCCL cannot register it here")
             if made is not None:
-                slab, *registration = made
-                self._registered.append((registration[0], registration[1]))
+                slab, backend, pool = made
                 if everywhere:
+                    self._registered.append((backend, pool))
                     return slab
-                self.release()
+                backend.deregister_mem_pool(pool)
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def release(self) -> None:
