@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_moeclip.gradients.buckets import Bucket
 from lightning_moeclip.gradients.collectives import sum_over
 from lightning_moeclip.gradients.report import ReductionResidual
+from lightning_moeclip.gradients.slabs import places_of
 from lightning_moeclip.parallel.mesh import Mesh
 
 __all__ = ["ResidualSample"]
@@ -41,9 +42,8 @@ class ResidualSample:
         """Keep elements of a bucket that is about to be launched."""
         if not self.covers(bucket):
             return
-        size = bucket.flat.numel()
         generator = torch.Generator().manual_seed(self._seed + len(self._taken))
-        places = torch.randint(size, (min(size, _SAMPLES_PER_BUCKET),), generator=generator).to(bucket.flat.device)
+        places = _draw(places_of(bucket.plan), generator).to(bucket.flat.device)
         self._taken.append((bucket, places, bucket.flat[places].float()))
 
     def compare(self, buckets: Sequence[Bucket]) -> ReductionResidual | None:
@@ -65,3 +65,12 @@ class ResidualSample:
             epsilon = max(epsilon, torch.finfo(bucket.wire.dtype).eps)
         total, norm, number = sum_over(sums, self._mesh.gradient_groups["dp"]).tolist()
         return ReductionResidual(total, norm, epsilon, round(number))
+
+
+def _draw(places: Sequence[tuple[int, int]], generator: torch.Generator) -> Tensor:
+    """Indices into a flat buffer of elements of gradients, none of the gaps between them."""
+    first, end = torch.tensor(places).unbind(1)
+    size = int((end - first).sum())
+    drawn = torch.randint(size, (min(size, _SAMPLES_PER_BUCKET),), generator=generator)
+    ends = (end - first).cumsum(0)
+    return drawn + (end - ends)[torch.bucketize(drawn, ends, right=True)]

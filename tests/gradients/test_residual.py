@@ -7,6 +7,7 @@ import torch
 from lightning_moeclip import MoEClipStrategy
 from lightning_moeclip.binding import Callback
 from lightning_moeclip.gradients.report import ReductionResidual
+from lightning_moeclip.gradients.residual import _draw
 from lightning_moeclip.testing import Rank, on_ranks
 from tests.models import TwoTowers, batches, loader, quiet_trainer, share
 
@@ -82,3 +83,9 @@ def test_residual_is_the_distance_to_the_float32_sum_in_the_steps_that_asked() -
 
 def test_sums_in_full_precision_have_no_residual() -> None:
     assert all(residuals == [None, None] for residuals, *_ in ask.launch(dtype=None))
+
+
+def test_sample_is_of_gradients_and_not_of_the_gaps_between_them() -> None:
+    places = [(0, 3), (64, 65), (65, 65), (128, 130)]
+    drawn = {int(x) for seed in range(40) for x in _draw(places, torch.Generator().manual_seed(seed))}
+    assert drawn == {0, 1, 2, 64, 128, 129}
