@@ -335,6 +335,10 @@ class Bucket:
         """Let go of what must not outlive the process group."""
         self._passage.release()
 
+    def addresses(self) -> tuple[int, ...]:
+        """Where everything lies that a recording reads and writes, but for the gradients themselves."""
+        return self.flat.data_ptr(), self.wire.data_ptr(), *(slot.view.data_ptr() for slot in self.slots)
+
     def to_wire(self) -> None:
         """Cast what is packed for its way."""
         if self.wire is not self.flat:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lightning_moeclip.gradients.buckets import Bucket, Passage
 from lightning_moeclip.gradients.collectives import start_sum
-from lightning_moeclip.gradients.stash import addresses
 from lightning_moeclip.kernels.backend import runs_triton
 
 __all__ = ["device_passage"]
@@ -182,11 +181,11 @@ class GraphPassage(StreamPassage):
 
     def _load(self, bucket: Bucket) -> None:
         """Tell the graph where its gradients lie, and their factors; what it cannot read is packed before it."""
-        if self._addresses != addresses(bucket):
+        if self._addresses != bucket.addresses():
             from lightning_moeclip.kernels.grad_triton import PackPlan
 
             self._plan, self._graph = PackPlan([slot.view for slot in bucket.slots]), None
-            self._addresses = addresses(bucket)
+            self._addresses = bucket.addresses()
         if bucket.is_watched or not bucket.waits_plainly:
             self.pack(bucket)
         sources = {slot: (slot.view, bucket.factors.one) for slot in bucket.slots}

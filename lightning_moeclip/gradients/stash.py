@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lightning_moeclip.gradients.buckets import Bucket, Passage
 from lightning_moeclip.gradients.collectives import start_sum
 
-__all__ = ["GradStash", "StashMode", "addresses", "check_stash", "passage_for"]
+__all__ = ["GradStash", "StashMode", "check_stash", "passage_for"]
 
 StashMode = Literal["stream", "graph", "sync"]
 
@@ -174,12 +174,7 @@ class RecordedPassage(HostPassage):
         """Replay the calls up to the start of the sum."""
         if not self._calls:
             self._calls = (bucket.close, bucket.to_wire, lambda: self._sum(bucket))
-            self._addresses = addresses(bucket)
-        assert self._addresses == addresses(bucket), "a recorded bucket has moved"
+            self._addresses = bucket.addresses()
+        assert self._addresses == bucket.addresses(), "a recorded bucket has moved"
         for call in self._calls:
             call()
-
-
-def addresses(bucket: Bucket) -> tuple[int, ...]:
-    """Where everything lies that a recording reads and writes, but for the gradients themselves."""
-    return (bucket.flat.data_ptr(), bucket.wire.data_ptr(), *(slot.view.data_ptr() for slot in bucket.slots))
