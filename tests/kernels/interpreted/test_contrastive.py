@@ -239,6 +239,11 @@ def test_float64_and_empty_features_are_computed_by_torch() -> None:
     assert (by_row.shape, positives.shape, by_column.tolist()) == ((0,), (0,), [-torch.inf, -torch.inf])
 
 
+def test_float32_enters_tensor_cores_as_three_products() -> None:
+    found = {arch: contrastive_triton.input_precision(torch.float32, arch=arch) for arch in (80, 90, 100, 0)}
+    assert found == {80: "tf32x3", 90: "tf32x3", 100: "tf32x3", 0: "ieee"}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_tile_of_a_gpu_fits_its_shared_memory(dtype: torch.dtype) -> None:
     for arch, available in ((80, 166912), (90, 232448), (100, 232448), (0, 65536)):
