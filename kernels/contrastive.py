@@ -35,12 +35,14 @@ class ClipGradients(NamedTuple):
         text: [N, D], from the own rows alone: summed over ranks by the caller.
         image_half: [M, D].
         text_half: [N, D].
+        log_scale: 0-d, the sum of G z, which is the derivative by the log of the scale; from the own rows, float64.
     """
 
     image: Tensor | None
     text: Tensor | None
     image_half: Tensor | None
     text_half: Tensor | None
+    log_scale: Tensor | None
 
 
 class SigmoidGradients(NamedTuple):
@@ -51,12 +53,14 @@ class SigmoidGradients(NamedTuple):
         text: [N, D], from the own rows alone: summed over ranks by the caller.
         bias: 0-d, the sum of G, float64.
         pull: [M], G of the pairs.
+        log_scale: 0-d, the sum of G z, z without the bias: the derivative by the log of the scale, float64.
     """
 
     image: Tensor | None
     text: Tensor | None
     bias: Tensor | None
     pull: Tensor | None
+    log_scale: Tensor | None
 
 
 def clip_statistics(
@@ -76,7 +80,7 @@ def clip_statistics(
 
     Raises:
         ValueError: shapes or devices do not fit, the pairs lie beyond the columns, or ``chunk_size`` is below 1.
-        TypeError: features of another dtype.
+        TypeError: features of another dtype, or a scalar of less than float32.
     """
     if torch.compiler.is_compiling():
         return torch.ops.moeclip.clip_statistics(image_MD, text_ND, scale, offset, chunk_size)
@@ -97,6 +101,7 @@ def clip_gradients(
     needs_image: bool = True,
     needs_text: bool = True,
     needs_halves: bool = False,
+    needs_log_scale: bool = False,
 ) -> ClipGradients:
     """G_ij = a (p_ij - d_ij) + b_j (q_ij - d_ij) sent to the features: scale * G text and scale * G' image.
 
@@ -115,20 +120,20 @@ def clip_gradients(
         needs_image: whether the gradient of the images is needed.
         needs_text: whether that of the texts is.
         needs_halves: whether the halves of both are needed beside the whole, whose bits stay the same.
+        needs_log_scale: whether the derivative by the log of the scale is needed.
 
     Raises:
         ValueError: shapes or devices do not fit, the pairs lie beyond the columns, or ``chunk_size`` is below 1.
-        TypeError: features of another dtype.
+        TypeError: features of another dtype, or a scalar of less than float32.
     """
     sums = (by_row_M, by_column_N, row_factor, column_factor_N)
-    needs = (needs_image, needs_text, needs_halves)
+    needs = (needs_image, needs_text, needs_halves, needs_log_scale)
     if torch.compiler.is_compiling():
         found = torch.ops.moeclip.clip_gradients(image_MD, text_ND, scale, *sums, offset, chunk_size, *needs)
     else:
         found = contrastive_dispatch.clip_gradients(image_MD, text_ND, scale, *sums, offset, chunk_size, *needs)
-    return ClipGradients(
-        *_placed(found, needs_image, needs_text, needs_image and needs_halves, needs_text and needs_halves)
-    )
+    halves = (needs_image and needs_halves, needs_text and needs_halves)
+    return ClipGradients(*_placed(found, needs_image, needs_text, *halves, needs_log_scale))
 
 
 def sigmoid_statistics(
@@ -149,7 +154,7 @@ def sigmoid_statistics(
 
     Raises:
         ValueError: shapes or devices do not fit, the pairs lie beyond the columns, or ``chunk_size`` is below 1.
-        TypeError: features of another dtype.
+        TypeError: features of another dtype, or a scalar of less than float32.
     """
     if torch.compiler.is_compiling():
         return torch.ops.moeclip.sigmoid_statistics(image_MD, text_ND, scale, bias, offset, chunk_size)
@@ -169,6 +174,7 @@ def sigmoid_gradients(
     needs_text: bool = True,
     needs_bias: bool = True,
     needs_pull: bool = False,
+    needs_log_scale: bool = False,
 ) -> SigmoidGradients:
     """G_ij = -a y_ij sigmoid(-y_ij (z_ij + bias)) sent to the features and the bias.
 
@@ -177,19 +183,22 @@ def sigmoid_gradients(
         text_ND: likewise.
         scale: likewise.
         bias: likewise.
-        row_factor: one number; a, the derivative of the objective by the sum of ``sigmoid_statistics``.
+        row_factor: one number, float32 at least; a, the derivative of the objective by the sum of
+            ``sigmoid_statistics``.
         offset: as for ``sigmoid_statistics``.
         chunk_size: likewise.
         needs_image: whether the gradient of the images is needed.
         needs_text: whether that of the texts is.
         needs_bias: whether that of the bias is.
         needs_pull: whether G of the pairs is asked for.
+        needs_log_scale: whether the derivative by the log of the scale is needed.
 
     Raises:
         ValueError: shapes or devices do not fit, the pairs lie beyond the columns, or ``chunk_size`` is below 1.
-        TypeError: features of another dtype.
+        TypeError: features of another dtype, or a scalar of less than float32.
     """
-    scalars, needs = (scale, bias, row_factor), (needs_image, needs_text, needs_bias, needs_pull)
+    scalars = (scale, bias, row_factor)
+    needs = (needs_image, needs_text, needs_bias, needs_pull, needs_log_scale)
     if torch.compiler.is_compiling():
         found = torch.ops.moeclip.sigmoid_gradients(image_MD, text_ND, *scalars, offset, chunk_size, *needs)
     else:

@@ -17,6 +17,7 @@ from torch import Tensor
 __all__ = ["check_chunk_size", "clip_gradients", "clip_statistics", "sigmoid_gradients", "sigmoid_statistics"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_SCALAR_DTYPES = (torch.float32, torch.float64)
 
 
 def check_chunk_size(chunk_size: int) -> None:
@@ -56,13 +57,14 @@ def clip_gradients(
     needs_image: bool,
     needs_text: bool,
     needs_halves: bool,
+    needs_log_scale: bool,
 ) -> list[Tensor]:
     """See ``contrastive.clip_gradients``; of its results those that are needed."""
     _check_features(image_MD, text_ND, offset, chunk_size, scale=scale, row_factor=row_factor)
     _check_sums(image_MD, len(image_MD), by_row_M=by_row_M)
     _check_sums(image_MD, len(text_ND), by_column_N=by_column_N, column_factor_N=column_factor_N)
     sums = (by_row_M, by_column_N, row_factor, column_factor_N)
-    needs = (needs_image, needs_text, needs_halves)
+    needs = (needs_image, needs_text, needs_halves, needs_log_scale)
     if _runs_triton(image_MD, text_ND):
         from lightning_moeclip.kernels import contrastive_triton
 
@@ -96,10 +98,12 @@ def sigmoid_gradients(
     needs_text: bool,
     needs_bias: bool,
     needs_pull: bool,
+    needs_log_scale: bool,
 ) -> list[Tensor]:
     """See ``contrastive.sigmoid_gradients``; of its results those that are needed."""
     _check_features(image_MD, text_ND, offset, chunk_size, scale=scale, bias=bias, row_factor=row_factor)
-    scalars, needs = (scale, bias, row_factor), (needs_image, needs_text, needs_bias, needs_pull)
+    scalars = (scale, bias, row_factor)
+    needs = (needs_image, needs_text, needs_bias, needs_pull, needs_log_scale)
     if _runs_triton(image_MD, text_ND):
         from lightning_moeclip.kernels import contrastive_triton
 
@@ -130,6 +134,8 @@ def _check_features(image_MD: Tensor, text_ND: Tensor, offset: int, chunk_size: 
     for name, x in scalars.items():
         if x.numel() != 1:
             raise ValueError(f"{name} must be one number, but its shape is {list(x.shape)}. Use a 0-d tensor.")
+        if x.dtype not in _SCALAR_DTYPES:
+            raise TypeError(f"{name} is {x.dtype}, but every logit hangs on it. Write {name}.float().")
     _check_devices(image_MD, text_ND=text_ND, **scalars)
 
 
@@ -169,16 +175,17 @@ def _fake_clip_gradients(
     needs_image: bool,
     needs_text: bool,
     needs_halves: bool,
+    needs_log_scale: bool,
 ) -> list[Tensor]:
-    return _empty_cotangents(image_MD, text_ND, needs_image, needs_text) + _empty_cotangents(
-        image_MD, text_ND, needs_image and needs_halves, needs_text and needs_halves
-    )
+    merged = _empty_cotangents(image_MD, text_ND, needs_image, needs_text)
+    half = _empty_cotangents(image_MD, text_ND, needs_image and needs_halves, needs_text and needs_halves)
+    return merged + half + [_empty_sum(image_MD)] * needs_log_scale
 
 
 def _fake_sigmoid_statistics(
     image_MD: Tensor, text_ND: Tensor, scale: Tensor, bias: Tensor, offset: int, chunk_size: int
 ) -> Tensor:
-    return image_MD.new_empty((), dtype=wide_dtype(image_MD))
+    return _empty_sum(image_MD)
 
 
 def _fake_sigmoid_gradients(
@@ -193,11 +200,16 @@ def _fake_sigmoid_gradients(
     needs_text: bool,
     needs_bias: bool,
     needs_pull: bool,
+    needs_log_scale: bool,
 ) -> list[Tensor]:
-    bias_sum = image_MD.new_empty((), dtype=wide_dtype(image_MD))
     pull_M = image_MD.new_empty(image_MD.shape[0], dtype=logit_dtype(image_MD, text_ND))
     cotangents = _empty_cotangents(image_MD, text_ND, needs_image, needs_text)
-    return cotangents + [bias_sum] * needs_bias + [pull_M] * needs_pull
+    bias_sum, log_scale_sum = _empty_sum(image_MD), _empty_sum(image_MD)
+    return cotangents + [bias_sum] * needs_bias + [pull_M] * needs_pull + [log_scale_sum] * needs_log_scale
+
+
+def _empty_sum(image_MD: Tensor) -> Tensor:
+    return image_MD.new_empty((), dtype=wide_dtype(image_MD))
 
 
 def _empty_cotangents(image_MD: Tensor, text_ND: Tensor, needs_image: bool, needs_text: bool) -> list[Tensor]:

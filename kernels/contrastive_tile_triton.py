@@ -151,10 +151,11 @@ def _weights(logsumexp, factor, is_here):
 
 @triton.jit
 def clip_gradient_kernel(
-    image_MD, text_ND, scale, by_row_M, by_column_N, row_factor, column_factor_N, gradient, M, N, shift, width,
+    image_MD, text_ND, scale, by_row_M, by_column_N, row_factor, column_factor_N, gradient, sums, M, N, shift,
+    width,
     D: tl.constexpr, B: tl.constexpr, C: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
-    """A (p - d) + b_j (q - d) of each tile into gradient, [M, width]; 0 in its columns beyond N."""
+    """G = a (p - d) + b_j (q - d) of each tile into gradient, [M, width]; 0 in its columns beyond N. Sums of G z."""
     tile_row, tile_column = _place(M, N, B, C)
     row_B = tile_row * B + tl.arange(0, B)
     column_C = tile_column * C + tl.arange(0, C)
@@ -169,6 +170,7 @@ def clip_gradient_kernel(
         is_pair = column_C[None, :] == (row_B + shift)[:, None]
         g_BC = tl.where(is_pair, g_BC - (a + b_C)[None, :], g_BC)
     g_BC = tl.where(has_row[:, None] & has_column[None, :], g_BC, 0.0)
+    tl.store(sums + tl.program_id(0), tl.sum(tl.sum(g_BC * z_BC, 1), 0))
     _store_tile(gradient, g_BC, tile_row * B, tile_column * C, M, width, B, C)
 
 
@@ -177,14 +179,14 @@ def _signed_logits(
     image_MD, text_ND, scale, bias, tile_row, tile_column, M, N, shift,
     D: tl.constexpr, B: tl.constexpr, C: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
-    """Y (z + bias) of a tile, and exp(-|z + bias|)."""
+    """Z of a tile, y (z + bias) and exp(-|z + bias|)."""
     row_B = tile_row * B + tl.arange(0, B)
     column_C = tile_column * C + tl.arange(0, C)
     z_BC = _logits(image_MD, text_ND, scale, row_B, column_C, M, N, D, B, C, K, PRECISION, WIDENS)
-    z_BC = -z_BC - tl.load(bias).to(tl.float32)
+    signed_BC = -z_BC - tl.load(bias).to(tl.float32)
     if _has_pairs(tile_row * B, tile_column * C, shift, B, C):
-        z_BC = tl.where(column_C[None, :] == (row_B + shift)[:, None], -z_BC, z_BC)
-    return z_BC, tl.exp(-tl.abs(z_BC))
+        signed_BC = tl.where(column_C[None, :] == (row_B + shift)[:, None], -signed_BC, signed_BC)
+    return z_BC, signed_BC, tl.exp(-tl.abs(signed_BC))
 
 
 @triton.jit
@@ -212,10 +214,10 @@ def sigmoid_sum_kernel(
 ):  # fmt: skip
     """The sum of softplus(-y (z + bias)) over each tile, [programs]."""
     tile_row, tile_column = _place(M, N, B, C)
-    z_BC, e_BC = _signed_logits(
+    _, signed_BC, e_BC = _signed_logits(
         image_MD, text_ND, scale, bias, tile_row, tile_column, M, N, shift, D, B, C, K, PRECISION, WIDENS
     )
-    each_BC = _log1p(e_BC) + tl.maximum(-z_BC, 0.0)  # which may drop NaN, but the logarithm keeps it
+    each_BC = _log1p(e_BC) + tl.maximum(-signed_BC, 0.0)  # which may drop NaN, but the logarithm keeps it
     has_row, has_column = tile_row * B + tl.arange(0, B) < M, tile_column * C + tl.arange(0, C) < N
     each_BC = tl.where(has_row[:, None] & has_column[None, :], each_BC, 0.0)
     tl.store(sums + tl.program_id(0), tl.sum(tl.sum(each_BC, 1), 0))
@@ -223,19 +225,19 @@ def sigmoid_sum_kernel(
 
 @triton.jit
 def sigmoid_gradient_kernel(
-    image_MD, text_ND, scale, bias, gradient, sums, pull_M, M, N, shift, width,
+    image_MD, text_ND, scale, bias, gradient, sums, log_scale_sums, pull_M, M, N, shift, width,
     D: tl.constexpr, B: tl.constexpr, C: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, WIDENS: tl.constexpr,
     GAIN: tl.constexpr,
 ):  # fmt: skip
-    """-y sigmoid(-y (z + bias)) of each tile: GAIN times into gradient, [M, width], its sum, and that of pairs."""
+    """G = -y sigmoid(-y (z + bias)) of each tile: GAIN times into gradient, [M, width], sums of G and of G z, pairs."""
     tile_row, tile_column = _place(M, N, B, C)
     row_B = tile_row * B + tl.arange(0, B)
     column_C = tile_column * C + tl.arange(0, C)
     has_row, has_column = row_B < M, column_C < N
-    z_BC, e_BC = _signed_logits(
+    z_BC, signed_BC, e_BC = _signed_logits(
         image_MD, text_ND, scale, bias, tile_row, tile_column, M, N, shift, D, B, C, K, PRECISION, WIDENS
     )
-    g_BC = tl.where(z_BC > 0, e_BC, 1.0) / (1.0 + e_BC)
+    g_BC = tl.where(signed_BC > 0, e_BC, 1.0) / (1.0 + e_BC)
     g_BC = tl.where(has_row[:, None] & has_column[None, :], g_BC, 0.0)
     if _has_pairs(tile_row * B, tile_column * C, shift, B, C):
         partner_B = row_B + shift
@@ -244,4 +246,5 @@ def sigmoid_gradient_kernel(
         is_here = has_row & (partner_B >= tile_column * C) & (partner_B < tile_column * C + C)
         tl.store(pull_M + row_B, tl.sum(tl.where(is_pair, g_BC, 0.0), 1), mask=is_here)
     tl.store(sums + tl.program_id(0), tl.sum(tl.sum(g_BC, 1), 0))
+    tl.store(log_scale_sums + tl.program_id(0), tl.sum(tl.sum(g_BC * z_BC, 1), 0))
     _store_tile(gradient, g_BC * GAIN, tile_row * B, tile_column * C, M, width, B, C)

@@ -69,20 +69,20 @@ def clip_gradients(
     needs_image: bool,
     needs_text: bool,
     needs_halves: bool,
+    needs_log_scale: bool,
 ) -> list[Tensor]:
-    """See ``contrastive.clip_gradients``: those of image and text that are needed, then their halves."""
+    """See ``contrastive.clip_gradients``: those of image and text that are needed, their halves, the scale's."""
     image_MD, text_ND = _widened(image_MD, text_ND)
     scale = scale.to(image_MD.dtype)
     gradient = _LogitGradient.build(by_row_M, by_column_N, row_factor, column_factor_N, image_MD.dtype)
-    merged = _Cotangents.zeros(image_MD, text_ND, needs_image=needs_image, needs_text=needs_text)
-    half = _Cotangents.zeros(
-        image_MD, text_ND, needs_image=needs_image and needs_halves, needs_text=needs_text and needs_halves
-    )
+    merged = _Cotangents.zeros(image_MD, text_ND, needs_image, needs_text, needs_log_scale)
+    half = _Cotangents.zeros(image_MD, text_ND, needs_image and needs_halves, needs_text and needs_halves)
     for tile in _tiles(scale * image_MD, text_ND, offset, chunk_size):
         merged.add(tile, gradient.of(tile, offset))
         if needs_halves:
             half.add(tile, gradient.image_half_of(tile))
-    return merged.scaled(scale) + half.scaled(scale)
+    sent, log_scale_sums = merged.scaled(scale)
+    return sent + half.scaled(scale)[0] + log_scale_sums
 
 
 def sigmoid_statistics(
@@ -110,11 +110,12 @@ def sigmoid_gradients(
     needs_text: bool,
     needs_bias: bool,
     needs_pull: bool,
+    needs_log_scale: bool,
 ) -> list[Tensor]:
-    """See ``contrastive.sigmoid_gradients``: those of image, text, bias and the pull that are needed."""
+    """See ``contrastive.sigmoid_gradients``: those of image, text, bias, the pull, the scale that are needed."""
     image_MD, text_ND = _widened(image_MD, text_ND)
     scale, bias, row_factor = (x.to(image_MD.dtype) for x in (scale, bias, row_factor))
-    merged = _Cotangents.zeros(image_MD, text_ND, needs_image=needs_image, needs_text=needs_text)
+    merged = _Cotangents.zeros(image_MD, text_ND, needs_image, needs_text, needs_log_scale)
     bias_sum = image_MD.new_zeros((), dtype=wide_dtype(image_MD))
     pull_M = image_MD.new_zeros(len(image_MD))
     for tile in _tiles(scale * image_MD, text_ND, offset, chunk_size):
@@ -126,7 +127,8 @@ def sigmoid_gradients(
         if needs_pull:
             pull_M[tile.pairs] = tile.diagonal(gradient)
         merged.add(tile, gradient)
-    return merged.scaled(scale) + [bias_sum] * needs_bias + [pull_M] * needs_pull
+    sent, log_scale_sums = merged.scaled(scale)
+    return sent + [bias_sum] * needs_bias + [pull_M] * needs_pull + log_scale_sums
 
 
 def _widened(image_MD: Tensor, text_ND: Tensor) -> tuple[Tensor, Tensor]:
@@ -253,14 +255,23 @@ class _Cotangents:
     features: tuple[Tensor, Tensor]
     image: Tensor | None
     text: Tensor | None
+    is_asked_for: bool
+    needs_log_scale: bool
 
     @classmethod
-    def zeros(cls, image_MD: Tensor, text_ND: Tensor, *, needs_image: bool, needs_text: bool) -> "_Cotangents":
-        return cls(
-            (image_MD, text_ND),
-            torch.zeros_like(image_MD) if needs_image else None,
-            torch.zeros_like(text_ND) if needs_text else None,
+    def zeros(
+        cls, image_MD: Tensor, text_ND: Tensor, needs_image: bool, needs_text: bool, needs_log_scale: bool = False
+    ) -> "_Cotangents":
+        is_asked_for = needs_image or needs_text
+        # the scale's gradient comes from either, so that one is computed for it alone
+        image, text = (
+            torch.zeros_like(x, memory_format=torch.contiguous_format) if is_needed else None
+            for x, is_needed in (
+                (image_MD, needs_image or (needs_log_scale and not is_asked_for)),
+                (text_ND, needs_text),
+            )
         )
+        return cls((image_MD, text_ND), image, text, is_asked_for, needs_log_scale)
 
     def add(self, tile: _Tile, gradient: Tensor) -> None:
         image_MD, text_ND = self.features
@@ -269,6 +280,15 @@ class _Cotangents:
         if self.text is not None:
             self.text[tile.columns].addmm_(gradient.T, image_MD[tile.rows])
 
-    def scaled(self, scale: Tensor) -> list[Tensor]:
-        """Of z = scale * (image . text), those that there are."""
-        return [x.mul_(scale) for x in (self.image, self.text) if x is not None]
+    def scaled(self, scale: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Of z = scale * (image . text): those that were asked for, and the sum of G z if it was.
+
+        That is sum_i I_i . dL/dI_i = sum_j T_j . dL/dT_j, which costs no pass over the logits.
+        """
+        known = [
+            (x, sent.mul_(scale))
+            for x, sent in zip(self.features, (self.image, self.text), strict=True)
+            if sent is not None
+        ]
+        sums = [torch.linalg.vecdot(*known[0]).sum().to(wide_dtype(known[0][0]))] if self.needs_log_scale else []
+        return [sent for _, sent in known if self.is_asked_for], sums

@@ -5,7 +5,8 @@ Legend of the shape suffixes: M own rows, N columns of all ranks, C columns of a
 Only one chunk of G exists at a time, and of the statistics two numbers for each of its tiles' rows and columns. G of
 16-bit features is stored in their dtype for the tensor cores, and products with it are summed and handed over in
 float32. What is stored are softmaxes and sigmoids, at most 2: scale, upstream factors and 1/N, which a loss scale of
-65536 or a batch of a million take out of float16's range, multiply the float32 result.
+65536 or a batch of a million take out of float16's range, multiply the float32 result. Sums of G, for scale and bias,
+are taken before it is rounded.
 """
 
 from dataclasses import dataclass
@@ -119,6 +120,7 @@ def clip_gradients(
     needs_image: bool,
     needs_text: bool,
     needs_halves: bool,
+    needs_log_scale: bool,
     tile: Tile | None = None,
 ) -> list[Tensor]:
     """See ``contrastive.clip_gradients``; for at least one row, and not in float64."""
@@ -135,14 +137,18 @@ def clip_gradients(
     gradient = walk.new_gradient()
     merged = _Cotangents.zeros(walk, needs_image=needs_image, needs_text=needs_text)
     half = _Cotangents.zeros(walk, needs_image=needs_image and needs_halves, needs_text=needs_text and needs_halves)
+    log_scale_sum = image_MD.new_zeros((), dtype=torch.float64)
     for columns in walk.chunks():
         # by one kernel, since another might round the whole otherwise where the half is asked for
         parts = [(merged, by_column_N, column_factor_N), (half, beyond_N, no_factor_N)]
         for cotangents, column_N, factor_N in parts[: 1 + needs_halves]:
-            sums = (by_row_M, column_N[columns], row_factor, factor_N[columns])
-            walk.launch(clip_gradient_kernel, columns, (scale, *sums, gradient), gradient.stride(0))
+            weights, sums = (by_row_M, column_N[columns], row_factor, factor_N[columns]), walk.new_sums(columns)
+            walk.launch(clip_gradient_kernel, columns, (scale, *weights, gradient, sums), gradient.stride(0))
             cotangents.add(gradient, columns)
-    return merged.scaled(scale * unit) + half.scaled(scale * unit)
+            if cotangents is merged:
+                log_scale_sum += sums.sum(dtype=torch.float64)
+    found = merged.scaled(scale * unit) + half.scaled(scale * unit)
+    return found + [log_scale_sum * unit] * needs_log_scale
 
 
 def sigmoid_statistics(
@@ -176,6 +182,7 @@ def sigmoid_gradients(
     needs_text: bool,
     needs_bias: bool,
     needs_pull: bool,
+    needs_log_scale: bool,
     tile: Tile | None = None,
 ) -> list[Tensor]:
     """See ``contrastive.sigmoid_gradients``; for at least one row, and not in float64."""
@@ -184,16 +191,18 @@ def sigmoid_gradients(
     row_factor = row_factor.double().reshape(())
     gradient = walk.new_gradient()
     merged = _Cotangents.zeros(walk, needs_image=needs_image, needs_text=needs_text)
-    bias_sum = image_MD.new_zeros((), dtype=torch.float64)
+    totals = image_MD.new_zeros(2, dtype=torch.float64)
     pull_M = image_MD.new_empty(len(image_MD), dtype=torch.float32)
     for columns in walk.chunks():
-        sums = walk.new_sums(columns)
-        arguments = (scale, bias, gradient, sums, pull_M)
+        sums = walk.new_sums(columns, 2)
+        arguments = (scale, bias, gradient, *sums, pull_M)
         walk.launch(sigmoid_gradient_kernel, columns, arguments, gradient.stride(0), GAIN=gain)
-        bias_sum += sums.sum(dtype=torch.float64)
+        totals += sums.sum(1, dtype=torch.float64)
         merged.add(gradient, columns)
     found = merged.scaled(scale * (row_factor / gain))
-    return found + [bias_sum * row_factor] * needs_bias + [(pull_M * row_factor).float()] * needs_pull
+    bias_sum, log_scale_sum = totals * row_factor
+    pull_M = (pull_M * row_factor).float()
+    return found + [bias_sum] * needs_bias + [pull_M] * needs_pull + [log_scale_sum] * needs_log_scale
 
 
 @dataclass(frozen=True)
@@ -235,9 +244,9 @@ class _Walk:
         """[M, C] with rows that stores of 16 bytes can fill; the last columns are nobody's."""
         return self.images.new_empty(len(self.images), _ceil(self.width, _ALIGNMENT) * _ALIGNMENT)
 
-    def new_sums(self, columns: slice) -> Tensor:
-        """[programs], float32."""
-        return self.images.new_empty(self.num_programs(columns), dtype=torch.float32)
+    def new_sums(self, columns: slice, *number: int) -> Tensor:
+        """[programs], or ``number`` of them, float32."""
+        return self.images.new_empty(*number, self.num_programs(columns), dtype=torch.float32)
 
     def launch(self, kernel: Any, columns: slice, arguments: tuple[Tensor, ...], *sizes: int, **constants: Any) -> None:
         """Run a kernel over the tiles of a chunk."""

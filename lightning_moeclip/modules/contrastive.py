@@ -19,7 +19,7 @@ from lightning_moeclip.kernels.backend import runs_triton
 from lightning_moeclip.kernels.contrastive import clip_gradients, clip_statistics
 from lightning_moeclip.kernels.contrastive_dispatch import check_chunk_size
 from lightning_moeclip.kernels.contrastive_tiles import logit_dtype
-from lightning_moeclip.modules.cotangents import full_precision, narrowed, once_differentiable, scale_gradient
+from lightning_moeclip.modules.cotangents import full_precision, narrowed, once_differentiable
 from lightning_moeclip.modules.directions import Directions, DirectionSums
 from lightning_moeclip.modules.global_batch import (
     GlobalBatch,
@@ -169,12 +169,12 @@ class _Contrastive(torch.autograd.Function):
                 column_factor,
                 offset=batch.offset,
                 chunk_size=ctx.chunk_size,
-                needs_image=needs_image or (needs_scale and not batch.wants_text),
+                needs_image=needs_image,
                 needs_text=batch.wants_text,
                 needs_halves=batch.wants_directions,
+                needs_log_scale=needs_scale,
             )
-            sides = ((image, found.image), (text_all, found.text))
-            scale_grad = scale_gradient(log_scale, *sides) if needs_scale else None
+            scale_grad = None if found.log_scale is None else found.log_scale.to(log_scale.dtype).view_as(log_scale)
             text = None if found.text is None else sum_to_owners(found.text, batch)
             # in a collective of its own: a longer one may add up in another order, and asking must not change a bit
             text_half = None if found.text_half is None else sum_to_owners(found.text_half, batch)

@@ -1,26 +1,11 @@
-"""What the backward of both losses shares: one scale for two towers, and gradients that are no graph."""
+"""What the backward of both losses shares: gradients in the features' dtype, and that are no graph."""
 
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-__all__ = ["full_precision", "narrowed", "once_differentiable", "scale_gradient"]
-
-
-def scale_gradient(log_scale: Tensor, *sides: tuple[Tensor, Tensor | None]) -> Tensor:
-    """dL/d(log s) = sum G z = sum_i I_i . dL/dI_i = sum_j T_j . dL/dT_j, which costs no pass over the logits.
-
-    Args:
-        log_scale: one number.
-        sides: features and what the logits' gradient sends them, [rows, dim] each, of the images and of the texts; the
-            first that there is will do.
-    """
-    for features, cotangent in sides:
-        if cotangent is not None:
-            found = torch.linalg.vecdot(features.to(cotangent.dtype), cotangent).sum()
-            return found.to(log_scale.dtype).view_as(log_scale)
-    raise AssertionError("a scale's gradient needs that of the images or of the texts")
+__all__ = ["full_precision", "narrowed", "once_differentiable"]
 
 
 def narrowed(cotangent: Tensor | None, features: Tensor) -> Tensor | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_moeclip.kernels.contrastive import sigmoid_gradients, sigmoid_statistics
 from lightning_moeclip.kernels.contrastive_tiles import logit_dtype
 from lightning_moeclip.modules.contrastive import anchored, check_scalar, widened
-from lightning_moeclip.modules.cotangents import full_precision, narrowed, once_differentiable, scale_gradient
+from lightning_moeclip.modules.cotangents import full_precision, narrowed, once_differentiable
 from lightning_moeclip.modules.directions import Directions, DirectionSums
 from lightning_moeclip.modules.global_batch import GlobalBatch, gather_rows, meet, sum_to_owners
 from lightning_moeclip.parallel import ledger
@@ -97,13 +97,13 @@ class _Sigmoid(torch.autograd.Function):
                 upstream.to(dtype) * (batch.world_size / batch.total),
                 offset=batch.offset,
                 chunk_size=ctx.chunk_size,
-                needs_image=needs_image or (needs_scale and not batch.wants_text),
+                needs_image=needs_image,
                 needs_text=batch.wants_text,
                 needs_bias=needs_bias,
                 needs_pull=ctx.directions is not None,
+                needs_log_scale=needs_scale,
             )
-            sides = ((image, found.image), (text_all, found.text))
-            scale_grad = scale_gradient(log_scale, *sides) if needs_scale else None
+            scale_grad = None if found.log_scale is None else found.log_scale.to(log_scale.dtype).view_as(log_scale)
             text = None if found.text is None else sum_to_owners(found.text, batch)
             if found.pull is not None:
                 weight = (found.pull * scale)[:, None]

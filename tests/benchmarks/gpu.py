@@ -126,15 +126,19 @@ def make_unscale(size: Size, dtype: torch.dtype) -> Work:
     return Work(lambda: [ours()], plain, compiled, plain, 2 * numel * dtype.itemsize, 0)
 
 
-def make_pairs(size: Size, dtype: torch.dtype, ours: Callable[..., Outputs], loss: Callable[..., Tensor]) -> Work:
+def make_pairs(
+    size: Size, dtype: torch.dtype, scale: Tensor, ours: Callable[..., Outputs], loss: Callable[..., Tensor]
+) -> Work:
     m, n, d = size  # own rows, columns, width
     image, text = (functional.normalize(random(k, d, dtype=FP32, seed=k), dim=1).to(dtype) for k in (m, n + 1))
     text = text[:n].contiguous()
 
     def dense(x: Tensor, y: Tensor) -> Outputs:
+        wide = torch.promote_types(x.dtype, FP32)
         x, y = x.detach().requires_grad_(), y.detach().requires_grad_()
-        value = loss((x @ y.T).to(torch.promote_types(x.dtype, FP32)))
-        return [value.detach(), *torch.autograd.grad(value, (x, y))]
+        one = torch.ones_like(scale, dtype=wide).requires_grad_()  # its derivative is that by the log of the scale
+        value = loss(one * scale.to(wide) * (x @ y.T).to(wide))
+        return [value.detach(), *torch.autograd.grad(value, (x, y, one))]
 
     # G is written once and read twice
     num_bytes = (3 * m * n + 4 * (m + n) * d) * dtype.itemsize
@@ -152,14 +156,13 @@ def make_clip(size: Size, dtype: torch.dtype) -> Work:
 
     def ours(image: Tensor, text: Tensor) -> Outputs:
         by_row, by_column, pair = contrastive.clip_statistics(image, text, scale)
-        found = contrastive.clip_gradients(image, text, scale, by_row, by_column, share[0], share)
+        found = contrastive.clip_gradients(image, text, scale, by_row, by_column, share[0], share, needs_log_scale=True)
         return [value(by_row, by_column, pair), *(x for x in found if x is not None)]
 
     def loss(z: Tensor) -> Tensor:
-        z = scale.to(z.dtype) * z
         return value(z.logsumexp(1), z.logsumexp(0), z.diagonal())
 
-    return make_pairs(size, dtype, ours, loss)
+    return make_pairs(size, dtype, scale, ours, loss)
 
 
 def make_sigmoid(size: Size, dtype: torch.dtype) -> Work:
@@ -167,14 +170,14 @@ def make_sigmoid(size: Size, dtype: torch.dtype) -> Work:
 
     def ours(image: Tensor, text: Tensor) -> Outputs:
         total = contrastive.sigmoid_statistics(image, text, scale, bias)
-        found = contrastive.sigmoid_gradients(image, text, scale, bias, share, needs_bias=False)
+        found = contrastive.sigmoid_gradients(image, text, scale, bias, share, needs_bias=False, needs_log_scale=True)
         return [total * share, *(x for x in found if x is not None)]
 
     def loss(z: Tensor) -> Tensor:
-        z, sign = scale.to(z.dtype) * z + bias, 2 * torch.eye(*z.shape, dtype=z.dtype, device=DEVICE) - 1
+        z, sign = z + bias, 2 * torch.eye(*z.shape, dtype=z.dtype, device=DEVICE) - 1
         return -share.to(z.dtype) * functional.logsigmoid(sign * z).sum()
 
-    return make_pairs(size, dtype, ours, loss)
+    return make_pairs(size, dtype, scale, ours, loss)
 
 
 def make_route(size: Size, dtype: torch.dtype) -> Work:

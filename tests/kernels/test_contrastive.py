@@ -1,6 +1,7 @@
 """The operations on pairs against the whole matrices and the dense losses of one process, in float64; by torch."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def test_clip_of_own_rows_is_that_of_the_whole_matrix(own: slice, chunk_size: in
     b = torch.linspace(0.5, 2, NUM, dtype=torch.float64)
     by_column = torch.logaddexp(found[1], dense_pairs.columns_of_others(batch))
     gradients = contrastive.clip_gradients(
-        *batch.arguments, found[0], by_column, 0.3 * ONES[0], b, **place, needs_halves=True
+        *batch.arguments, found[0], by_column, 0.3 * ONES[0], b, **place, needs_halves=True, needs_log_scale=True
     )
     assert_near(gradients, dense_pairs.clip_gradients(batch, 0.3, b))
 
@@ -48,7 +49,7 @@ def test_sigmoid_of_own_rows_is_that_of_the_whole_matrix(own: slice, chunk_size:
     batch = Batch.make(NUM, DIM, own=own)
     arguments, place = (*batch.arguments, batch.bias), {"offset": batch.own.start, "chunk_size": chunk_size}
     assert_near((contrastive.sigmoid_statistics(*arguments, **place),), (dense_pairs.sigmoid_sum(batch),))
-    gradients = contrastive.sigmoid_gradients(*arguments, 0.3 * ONES[0], **place, needs_pull=True)
+    gradients = contrastive.sigmoid_gradients(*arguments, 0.3 * ONES[0], **place, needs_pull=True, needs_log_scale=True)
     assert_near(gradients, dense_pairs.sigmoid_gradients(batch, 0.3))
 
 
@@ -60,15 +61,14 @@ def test_all_rows_give_the_dense_losses_and_their_gradients() -> None:
     by_row, by_column, positives = contrastive.clip_statistics(image, text, scale)
     loss = reference.contrastive_loss(*leaves[:3])
     assert_near(((by_row + by_column - 2 * positives).sum() / (2 * NUM),), (loss.detach(),))
-    found = contrastive.clip_gradients(image, text, scale, by_row, by_column, ONES[0] / (2 * NUM), ONES / (2 * NUM))
-    of_scale = torch.linalg.vecdot(image, found.image).sum()
-    assert_near((found.image, found.text, of_scale), torch.autograd.grad(loss, leaves[:3]))
+    factors = (ONES[0] / (2 * NUM), ONES / (2 * NUM))
+    found = contrastive.clip_gradients(image, text, scale, by_row, by_column, *factors, needs_log_scale=True)
+    assert_near((found.image, found.text, found.log_scale), torch.autograd.grad(loss, leaves[:3]))
 
     loss = reference.sigmoid_loss(*leaves)
     assert_near((contrastive.sigmoid_statistics(image, text, scale, leaves[3]) / NUM,), (loss.detach(),))
-    sent = contrastive.sigmoid_gradients(image, text, scale, leaves[3], ONES[0] / NUM)
-    of_scale = torch.linalg.vecdot(text, sent.text).sum()
-    assert_near((sent.image, sent.text, of_scale, sent.bias), torch.autograd.grad(loss, leaves))
+    sent = contrastive.sigmoid_gradients(image, text, scale, leaves[3], ONES[0] / NUM, needs_log_scale=True)
+    assert_near((sent.image, sent.text, sent.log_scale, sent.bias), torch.autograd.grad(loss, leaves))
 
 
 def test_what_is_not_needed_is_none_and_the_rest_stays_the_same() -> None:
@@ -81,8 +81,14 @@ def test_what_is_not_needed_is_none_and_the_rest_stays_the_same() -> None:
         )
         for name, x in part._asdict().items():
             assert torch.equal(x, getattr(whole, name)) if name in names else x is None
+    for op, rest in ((contrastive.clip_gradients, sums), (contrastive.sigmoid_gradients, (batch.bias, ONES[0]))):
+        call = partial(op, *batch.arguments, *rest, needs_log_scale=True)
+        alone, by_text, by_image = (call(needs_image=i, needs_text=t) for i, t in ((0, 0), (0, 1), (1, 0)))
+        assert alone.image is alone.text is by_text.image is by_image.text is None
+        assert torch.equal(alone.log_scale, by_image.log_scale)
+        assert_near((by_text.log_scale,), (by_image.log_scale,))
     bias = contrastive.sigmoid_gradients(*batch.arguments, batch.bias, ONES[0], needs_image=False, needs_text=False)
-    assert (bias.image, bias.text, bias.pull) == (None, None, None)
+    assert (bias.image, bias.text, bias.pull, bias.log_scale) == (None,) * 4
     assert torch.equal(bias.bias, contrastive.sigmoid_gradients(*batch.arguments, batch.bias, ONES[0]).bias)
 
 
@@ -108,17 +114,20 @@ def test_uneven_blocks_of_rows_make_the_whole() -> None:
 def test_narrow_features_err_at_most_twice_as_much_as_the_plain_composition(dtype: torch.dtype) -> None:
     batch = Batch.make(NUM, DIM, dtype=dtype, scale=100.0)
     found = contrastive.clip_statistics(*batch.arguments)
-    gradients = contrastive.clip_gradients(*batch.arguments, *found[:2], ONES[0], ONES, needs_halves=True)
-    assert [x.dtype for x in (*found, *gradients)] == [torch.float64] * 3 + [torch.float32] * 4
+    gradients = contrastive.clip_gradients(
+        *batch.arguments, *found[:2], ONES[0], ONES, needs_halves=True, needs_log_scale=True
+    )
+    narrow, wide = torch.float32, torch.float64
+    assert [x.dtype for x in (*found, *gradients)] == [wide] * 3 + [narrow] * 4 + [wide]
     plain, truth = (
         (*dense_pairs.statistics(x), *dense_pairs.clip_gradients(x, 1.0, ONES))
         for x in (batch.to(dtype), batch.to(torch.float64))
     )
     assert_within_twice_plain((*found, *gradients), plain, truth, dtype=dtype)
     arguments = (*batch.arguments, batch.bias)
-    sent = contrastive.sigmoid_gradients(*arguments, ONES[0], needs_pull=True)
+    sent = contrastive.sigmoid_gradients(*arguments, ONES[0], needs_pull=True, needs_log_scale=True)
     ours = (contrastive.sigmoid_statistics(*arguments), *sent)
-    assert [x.dtype for x in ours] == [torch.float64, torch.float32, torch.float32, torch.float64, torch.float32]
+    assert [x.dtype for x in ours] == [wide, narrow, narrow, wide, narrow, wide]
     plain, truth = (
         (dense_pairs.sigmoid_sum(x), *dense_pairs.sigmoid_gradients(x, 1.0))
         for x in (batch.to(dtype), batch.to(torch.float64))
@@ -142,7 +151,7 @@ def test_columns_without_rows_and_no_columns_at_all() -> None:
     wide = torch.ones(2, dtype=torch.float64)
     by_row, by_column, positives = contrastive.clip_statistics(empty, text, one, offset=1)
     assert (by_row.tolist(), by_column.tolist(), positives.tolist()) == ([], [-torch.inf] * 2, [])
-    image, sent, _, _ = contrastive.clip_gradients(empty, text, one, by_row, wide, one, wide)
+    image, sent, *_ = contrastive.clip_gradients(empty, text, one, by_row, wide, one, wide)
     assert image.shape == (0, 3)
     assert torch.equal(sent, torch.zeros(2, 3))
     assert contrastive.sigmoid_statistics(empty, text, one, one).item() == 0
@@ -150,23 +159,35 @@ def test_columns_without_rows_and_no_columns_at_all() -> None:
     assert contrastive.sigmoid_gradients(empty, empty, one, one, one)[0].shape == (0, 3)
 
 
+def turned(x: Tensor) -> Tensor:
+    """The same numbers, of which the first index moves fastest."""
+    return x.T.contiguous().T
+
+
 def operations() -> list[tuple[Callable, tuple]]:
     batch = Batch.make(8, 5, own=slice(2, 6), dtype=torch.float32)
     sums = (ONES[:4], ONES[:8], ONES[0], ONES[:8])
-    ops = torch.ops.moeclip
+    image, text, scale = batch.arguments
+    scalars, ops = (batch.bias, ONES[0]), torch.ops.moeclip
     return [
         (ops.clip_statistics, (*batch.arguments, 2, 3)),
-        (ops.clip_gradients, (*batch.arguments, *sums, 2, 3, True, True, True)),
-        (ops.clip_gradients, (*batch.arguments, *sums, 2, 3, False, True, False)),
+        (ops.clip_gradients, (*batch.arguments, *sums, 2, 3, True, True, True, True)),
+        (ops.clip_gradients, (*batch.arguments, *sums, 2, 3, False, True, False, False)),
+        (ops.clip_gradients, (*batch.arguments, *sums, 2, 3, False, False, False, True)),
+        (ops.clip_gradients, (turned(image), turned(text), scale, *sums, 2, 3, True, True, True, True)),
         (ops.sigmoid_statistics, (*batch.arguments, batch.bias, 2, 3)),
-        (ops.sigmoid_gradients, (*batch.arguments, batch.bias, ONES[0], 2, 3, True, True, True, True)),
-        (ops.sigmoid_gradients, (*batch.arguments, batch.bias, ONES[0], 2, 3, True, False, False, True)),
+        (ops.sigmoid_gradients, (*batch.arguments, batch.bias, ONES[0], 2, 3, True, True, True, True, True)),
+        (ops.sigmoid_gradients, (*batch.arguments, batch.bias, ONES[0], 2, 3, True, False, False, True, False)),
+        (ops.sigmoid_gradients, (turned(image), turned(text), scale, *scalars, 2, 3, True, True, True, True, True)),
     ]
 
 
-@pytest.mark.parametrize("case", range(6))
+OPERATIONS = operations()
+
+
+@pytest.mark.parametrize("case", range(len(OPERATIONS)))
 def test_operations_are_what_torch_library_expects(case: int) -> None:
-    op, arguments = operations()[case]
+    op, arguments = OPERATIONS[case]
     torch.library.opcheck(op.default, arguments)
 
 
@@ -175,10 +196,10 @@ def test_compilation_keeps_the_operations_whole() -> None:
 
     def loss_and_gradients(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> list[Tensor]:
         by_row, by_column, positives = contrastive.clip_statistics(image, text, scale)
-        sent = contrastive.clip_gradients(image, text, scale, by_row, by_column, ONES[0], ONES)
+        sent = contrastive.clip_gradients(image, text, scale, by_row, by_column, ONES[0], ONES, needs_log_scale=True)
         total = contrastive.sigmoid_statistics(image, text, scale, bias)
-        pulled = contrastive.sigmoid_gradients(image, text, scale, bias, ONES[0], needs_pull=True)
-        return [positives.sum(), sent.image, sent.text, total, *pulled]
+        pulled = contrastive.sigmoid_gradients(image, text, scale, bias, ONES[0], needs_pull=True, needs_log_scale=True)
+        return [positives.sum(), sent.image, sent.text, sent.log_scale, total, *pulled]
 
     arguments = (*batch.arguments, batch.bias)
     compiled = torch.compile(loss_and_gradients, fullgraph=True, backend="aot_eager")(*arguments)
@@ -194,6 +215,10 @@ MISFITS: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (ValueError, r"offset=-1 puts the partners", lambda: statistics(X, Y, S, offset=-1)),
     (ValueError, r"chunk_size=0 must be at least 1 column", lambda: statistics(X, Y, S, chunk_size=0)),
     (ValueError, r"scale must be one number, but its shape is \[4\]", lambda: statistics(X, Y, torch.ones(4))),
+    (TypeError, r"scale is torch.bfloat16.* Write scale.float\(\)", lambda: statistics(X, Y, S.bfloat16())),
+    (TypeError, r"scale is torch.int64", lambda: statistics(X, Y, S.long())),
+    (TypeError, r"bias is torch.float16", lambda: contrastive.sigmoid_statistics(X, Y, S, S.half())),
+    (TypeError, r"row_factor is torch.int64", lambda: contrastive.sigmoid_gradients(X, Y, S, S, S.long())),
     (ValueError, r"text_ND lies on meta, the images on cpu", lambda: statistics(X, Y.to("meta"), S)),
     (ValueError, r"bias must be one number", lambda: contrastive.sigmoid_statistics(X, Y, S, X)),
     (ValueError, r"row_factor must be one number", lambda: contrastive.sigmoid_gradients(X, Y, S, S, X)),

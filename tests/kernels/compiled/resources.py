@@ -70,7 +70,7 @@ class Resources:
         accesses: global loads and stores by place in the source.
         matrix: instructions of the tensor cores by name.
         atomics: instructions that other blocks can interfere with.
-        options: launch settings that the launcher gave by name.
+        options: constants and launch settings that the launcher gave by name.
     """
 
     kernel: str
@@ -83,7 +83,7 @@ class Resources:
     accesses: tuple[Access, ...] = field(repr=False)
     matrix: dict[str, int]
     atomics: int
-    options: frozenset[str] = field(repr=False)
+    options: dict[str, Any] = field(repr=False)
 
     def widths(self, kind: str) -> Counter[int]:
         """Bytes of an instruction -> number of instructions in bulk accesses of a kind."""
@@ -130,7 +130,7 @@ def compiling_for(target: str, case: str, found: dict[Any, Resources]) -> Iterat
         with contextlib.redirect_stdout(log):
             kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
         if kernel not in _measured:
-            _measured[kernel] = measure(kernel, self, case, target, log.getvalue(), frozenset(kwargs))
+            _measured[kernel] = measure(kernel, self, case, target, log.getvalue(), dict(kwargs))
         found[kernel] = _measured[kernel]
         return kernel
 
@@ -157,7 +157,7 @@ def _set(owner: Any, **values: Any) -> Iterator[None]:
 
 
 def measure(
-    kernel: Any, source: JITFunction, case: str, target: str, ptxas_log: str, options: frozenset[str]
+    kernel: Any, source: JITFunction, case: str, target: str, ptxas_log: str, options: dict[str, Any]
 ) -> Resources:
     """Read a compiled kernel's code and the log of its assembler."""
     if "ptx" in kernel.asm:

@@ -26,6 +26,17 @@ def test_tiles_of_half_precision_are_products_of_warp_groups_on_sm_90(operation:
     assert all(set(r.matrix) == {"wgmma.mma_async"} for r in of_halves), of_halves
 
 
+@pytest.mark.parametrize("operation", ["clip", "sigmoid"])
+@pytest.mark.parametrize(
+    ("target", "precision"), [("sm_80", "tf32x3"), ("sm_90", "tf32x3"), ("sm_100", "tf32x3"), ("gfx942", "ieee")]
+)
+def test_tiles_of_float32_never_enter_a_product_as_plain_tf32(operation: str, target: str, precision: str) -> None:
+    """Triton's own default, plain tf32, would move a logit of 100 by 0.05."""
+    of_float32 = [r for r in compiled(operation, target) if "fp32" in r.case and r.kernel != "fold_kernel"]
+    assert of_float32
+    assert {r.options["PRECISION"] for r in of_float32} == {precision}
+
+
 def jitted(source: str) -> dict[str, set[str]]:
     """Functions under ``triton.jit``, each with the names that it mentions."""
     return {

@@ -1,5 +1,7 @@
 """Triton's tiles of the losses over pairs, interpreted, against whole matrices in float64."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -30,14 +32,14 @@ def clip(batch: Batch, chunk_size: int, tile: Tile | None, a: float, b: Tensor) 
     found = contrastive_triton.clip_statistics(*batch.arguments, *place, tile=tile)
     by_column = torch.logaddexp(found[1], dense_pairs.columns_of_others(batch.to(torch.float64)))
     sums = (found[0], by_column, torch.tensor(a, dtype=torch.float64), b)
-    gradients = contrastive_triton.clip_gradients(*batch.arguments, *sums, *place, True, True, True, tile=tile)
+    gradients = contrastive_triton.clip_gradients(*batch.arguments, *sums, *place, True, True, True, True, tile=tile)
     return (*found, *gradients)
 
 
 def sigmoid(batch: Batch, chunk_size: int, tile: Tile | None, a: float) -> tuple[Tensor, ...]:
     arguments, place = (*batch.arguments, batch.bias), (batch.own.start, chunk_size)
     total = contrastive_triton.sigmoid_statistics(*arguments, *place, tile=tile)
-    needs = (True,) * 4
+    needs = (True,) * 5
     return (total, *contrastive_triton.sigmoid_gradients(*arguments, torch.tensor(a), *place, *needs, tile=tile))
 
 
@@ -48,8 +50,9 @@ def check_clip(num: int, dim: int, own: slice, chunk_size: int, tile: Tile | Non
     plain, truth = (
         (*dense_pairs.statistics(x), *dense_pairs.clip_gradients(x, a, b)) for x in (batch, batch.to(torch.float64))
     )
-    assert [x.dtype for x in ours] == [torch.float64] * 3 + [torch.float32] * 4
-    assert_within_twice_plain(ours, plain, truth, dtype=dtype)
+    assert [x.dtype for x in ours] == [torch.float64] * 3 + [torch.float32] * 4 + [torch.float64]
+    # one number that is a sum near 0 may be right by chance: the scale's is compared over many blocks of rows
+    assert_within_twice_plain(ours[:-1], plain[:-1], truth[:-1], dtype=dtype)
 
 
 def check_sigmoid(
@@ -61,7 +64,8 @@ def check_sigmoid(
         (dense_pairs.sigmoid_sum(x), *dense_pairs.sigmoid_gradients(x, 1 / num))
         for x in (batch.to(dtype), batch.to(torch.float64))
     )
-    assert_within_twice_plain(ours, plain, truth, dtype=dtype)
+    # one number that is a sum near 0 may be right by chance: the scale's is compared over many blocks of rows
+    assert_within_twice_plain(ours[:-1], plain[:-1], truth[:-1], dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -80,6 +84,31 @@ def test_tiles_of_the_gpu_and_a_scale_of_100_err_at_most_twice_as_much() -> None
     check_clip(*LARGE, torch.float32, scale=100.0)
     check_clip(*LARGE, torch.bfloat16, scale=100.0)
     check_sigmoid(*LARGE, torch.float16, scale=100.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("loss", ["clip", "sigmoid"])
+def test_the_gradient_of_the_scale_errs_at_most_twice_as_much_as_plain_float32(loss: str, dtype: torch.dtype) -> None:
+    """As narrow as the features may be: G is summed before it is rounded for the products."""
+    whole = Batch.make(67, 40, dtype=dtype, scale=100.0)
+    by_row, by_column, _ = contrastive_triton.clip_statistics(*whole.arguments, 0, 25, tile=SMALL)
+    a, b = torch.tensor(1 / 67, dtype=torch.float64), torch.linspace(0.25, 1, 67, dtype=torch.float64) / 67
+    found: list[list[Tensor]] = [[], [], []]
+    for first in range(0, 67, 7):
+        own = slice(first, min(first + 7, 67))
+        batch, place = replace(whole, own=own), (first, 25)
+        if loss == "clip":
+            sums, needs = (by_row[own], by_column, a, b), (False, False, False, True)
+            ours = contrastive_triton.clip_gradients(*batch.arguments, *sums, *place, *needs, tile=SMALL)
+            dense = [dense_pairs.clip_gradients(batch.to(x), a.item(), b) for x in (torch.float32, torch.float64)]
+        else:
+            needs = (False, False, False, False, True)
+            ours = contrastive_triton.sigmoid_gradients(*batch.arguments, batch.bias, a, *place, *needs, tile=SMALL)
+            dense = [dense_pairs.sigmoid_gradients(batch.to(x), a.item()) for x in (torch.float32, torch.float64)]
+        assert [(x.shape, x.dtype) for x in ours] == [((), torch.float64)]
+        for results, x in zip(found, (ours[0], dense[0][-1], dense[1][-1]), strict=True):
+            results.append(x)
+    assert_within_twice_plain(*((torch.stack(x),) for x in found), dtype=torch.float32)
 
 
 def test_softplus_far_below_zero_keeps_its_digits() -> None:
@@ -102,10 +131,10 @@ def test_non_finite_rows_spread_as_they_do_in_torch(poisoned: str, poison: float
             tile = {"tile": SMALL} if by is contrastive_triton else {}
             by_row, by_column, positives = by.clip_statistics(*arguments, *place, **tile)
             sums = (by_row, by_column, factor, factors)
-            needs = (True, True, True)
+            needs = (True,) * 4
             results += [by_row, by_column, positives, *by.clip_gradients(*arguments, *sums, *place, *needs, **tile)]
             results.append(by.sigmoid_statistics(*arguments, batch.bias, *place, **tile))
-            scalars, needs = (batch.bias, factor), (True,) * 4
+            scalars, needs = (batch.bias, factor), (True,) * 5
             results += by.sigmoid_gradients(*arguments, *scalars, *place, *needs, **tile)
     for x, y in zip(*found, strict=True):
         assert torch.equal(x.isfinite(), y.isfinite())
@@ -152,8 +181,8 @@ def test_asking_for_halves_and_doing_it_again_changes_no_bit() -> None:
     first, again = (clip(batch, 25, SMALL, 1.0, ones) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
     sums = (*contrastive_triton.clip_statistics(*batch.arguments, 0, 25, tile=SMALL)[:2], ones[0], ones)
-    alone = contrastive_triton.clip_gradients(*batch.arguments, *sums, 0, 25, True, True, False, tile=SMALL)
-    assert all(torch.equal(x, y) for x, y in zip(alone, first[3:5], strict=True))
+    alone = contrastive_triton.clip_gradients(*batch.arguments, *sums, 0, 25, True, True, False, True, tile=SMALL)
+    assert all(torch.equal(x, y) for x, y in zip(alone, (*first[3:5], first[7]), strict=True))
     assert not torch.equal(first[3], first[5])
 
 
@@ -208,6 +237,11 @@ def test_float64_and_empty_features_are_computed_by_torch() -> None:
     )
     by_row, by_column, positives = contrastive.clip_statistics(torch.ones(0, 3), torch.ones(2, 3), torch.ones(()))
     assert (by_row.shape, positives.shape, by_column.tolist()) == ((0,), (0,), [-torch.inf, -torch.inf])
+
+
+def test_float32_enters_tensor_cores_as_three_products() -> None:
+    found = {arch: contrastive_triton.input_precision(torch.float32, arch=arch) for arch in (80, 90, 100, 0)}
+    assert found == {80: "tf32x3", 90: "tf32x3", 100: "tf32x3", 0: "ieee"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
