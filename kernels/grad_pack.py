@@ -51,8 +51,8 @@ def grad_pack(
         the dot product of what the place holds with the mate and the mate's square, zeros where there is none.
 
     Raises:
-        ValueError: before anything is written: lengths, shapes or devices do not fit; on a GPU also a place that is given
-            twice (other overlaps are not looked for).
+        ValueError: before anything is written: lengths, shapes or devices do not fit; on a GPU also a place that is
+            given twice (other overlaps are not looked for).
         TypeError: a dtype that is not floating or complex, or a factor of less than 32 bits.
         RuntimeError: on a GPU, while a CUDA graph is captured: see ``grad_triton.PackPlan``.
     """

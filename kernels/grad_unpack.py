@@ -48,8 +48,8 @@ def grad_unpack(
         None, or [n, NUM_COLUMNS (+ 2)] float64; see ``grad_statistics``.
 
     Raises:
-        ValueError: before anything is written: lengths, shapes or devices do not fit; on a GPU also a gradient that is given
-            twice (other overlaps are not looked for).
+        ValueError: before anything is written: lengths, shapes or devices do not fit; on a GPU also a gradient that is
+            given twice (other overlaps are not looked for).
         TypeError: a dtype that is not floating or complex, or a coefficient of less than 32 bits.
         RuntimeError: on a GPU, while a CUDA graph is captured.
     """

@@ -1,8 +1,9 @@
 """The Triton kernels under ``grad_triton``: one walk over many tensors.
 
 A program reads one chunk of one tensor through tables of addresses, so that any number of tensors takes one launch per
-kind; it finds its tensor by a binary search, so that the tables have a column per tensor and none per chunk. Sums are taken in float64: each program writes a row, a second kernel folds the rows of a tensor in a fixed order.
-No atomics: the same numbers every time. A complex tensor is walked as twice as many real numbers.
+kind; it finds its tensor by a binary search, so that the tables have a column per tensor and none per chunk. Sums are
+taken in float64: each program writes a row, a second kernel folds the rows of a tensor in a fixed order. No atomics:
+the same numbers every time. A complex tensor is walked as twice as many real numbers.
 
 Legend: a name ending in _S is one number per element of a step of the walk, _T one per element of the ragged tail.
 """

@@ -159,7 +159,7 @@ def test_nothing_is_kept_of_sizes_that_vary(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_one_place_given_twice_is_refused_before_anything_is_written() -> None:
     gradient, place, one = torch.ones(3), torch.zeros(3), ONE
-    with pytest.raises(ValueError, match="Two gradients have the same place.*Give each place once per call"):
+    with pytest.raises(ValueError, match=r"Two gradients have the same place.*Give each place once per call"):
         grad_pack([gradient] * 2, [place] * 2, [one] * 2, accumulates=True)
     with pytest.raises(ValueError, match="Two gradients have the same place"):
         unscale_([gradient, gradient], one)
@@ -184,7 +184,7 @@ def test_a_capture_is_refused_for_what_a_replay_would_not_find(monkeypatch: pyte
         lambda: grad_statistics(x),
     ]
     for call in calls:
-        with pytest.raises(RuntimeError, match="A CUDA graph is being captured.*Capture PackPlan.launch"):
+        with pytest.raises(RuntimeError, match=r"A CUDA graph is being captured.*Capture PackPlan.launch"):
             call()
     plan = PackPlan(x)
     plan.load(x, [ONE])
