@@ -233,8 +233,9 @@ class _Walk:
             nothing if mates is None else self._kept(mates, places),
             factor_addresses,
         )
-        by_kind = ([row[index] for index in self._order] for row in addresses)
-        rows = [*Tables(*by_kind, self._sizes, self._first_rows, self._order), bits]
+        # in the order of Tables
+        rows = [[row[index] for index in self._order] for row in addresses]
+        rows += [self._sizes, self._first_rows, self._order, bits]
         rows = [[*row, *[0] * (self._length - len(row))] for row in rows]
         host = torch.tensor(rows, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         self._memory.copy_(host, non_blocking=True)
