@@ -137,8 +137,8 @@ def test_a_tensor_of_many_chunks_is_folded_whole() -> None:
 
 def test_each_chunk_finds_its_tensor_among_more_than_256() -> None:
     """A search of 8 steps would end too early; most are empty, one has a second chunk, two are of another kind."""
-    sizes = {0: 3, 1: 1, 128: 8192 + 3, 255: 2, 256: 1, 257: 4, 259: 5}
-    tensors = [torch.full((sizes.get(i, 0),), i + 1.0, dtype=FP64 if i in (1, 256) else FP32) for i in range(262)]
+    sizes = {0: 3, 1: 1, 128: 8192 + 3, 255: 2, 256: 1, 301: 7, 302: 4, 513: 5}
+    tensors = [torch.full((sizes.get(i, 0),), i + 1.0, dtype=FP64 if i in (1, 256) else FP32) for i in range(514)]
     found = grad_statistics(tensors)
     assert found[:, 0].tolist() == [len(x) for x in tensors]
     assert found[:, 1].tolist() == [len(x) * (i + 1.0) for i, x in enumerate(tensors)]
