@@ -38,7 +38,8 @@ def grad_pack(
 
     Args:
         gradients: any shapes, strides and floating or complex dtypes.
-        places: [shape of the gradient] each, views of a bucket that fill memory without holes, or the gradient itself.
+        places: [shape of the gradient] each, views of a bucket that fill memory without holes, or the gradient itself;
+            otherwise in memory that no other place and no gradient shares.
         factors: one 0-d tensor per gradient, float32 at least (float64 for float64 gradients), on the CPU or on the
             device of the gradients.
         accumulates: add to what is there.
@@ -50,10 +51,12 @@ def grad_pack(
         the dot product of what the place holds with the mate and the mate's square, zeros where there is none.
 
     Raises:
-        ValueError: before anything is written: lengths, shapes or devices do not fit.
+        ValueError: before anything is written: lengths, shapes or devices do not fit; on a GPU also a place that is
+            given twice (other overlaps are not looked for).
         TypeError: a dtype that is not floating or complex, or a factor of less than 32 bits.
+        RuntimeError: on a GPU, while a CUDA graph is captured: see ``grad_triton.PackPlan``.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and gradients:  # the compiler cannot lower a list of none
         found = _grad_pack_op(
             list(gradients),
             list(places),

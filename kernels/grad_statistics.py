@@ -51,8 +51,9 @@ def grad_statistics(tensors: Sequence[Tensor]) -> Tensor:
     Raises:
         ValueError: they are on several devices.
         TypeError: a dtype that is not floating or complex.
+        RuntimeError: on a GPU, while a CUDA graph is captured.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and tensors:  # the compiler cannot lower a list of none
         return _grad_statistics_op(list(tensors))
     return _grad_statistics(tensors)
 

@@ -1,22 +1,31 @@
-"""Launches of the walk over gradients: tables of addresses, the chunks of each tensor, and their place in memory.
+"""Launches of the walk over gradients, and the tables of what a launch has to know of each tensor.
 
-What depends on shapes and dtypes alone is laid out once. Addresses and factors are sent in one copy per call, which
-waits for nothing; ``PackPlan`` keeps them at a fixed place, so that a captured graph finds new ones there.
+They are sent in one copy per call, which waits for nothing; ``PackPlan`` keeps them at a fixed place, so that a
+captured graph finds new addresses there.
 """
 
+import itertools
 import struct
-import threading
 from collections.abc import Iterable, Sequence
 
 import torch
 from lightning_moeclip.kernels.grad_statistics import NUM_COLUMNS, is_dense, num_reals
-from lightning_moeclip.kernels.grad_walk_triton import CHUNK, NUM_EXTRA, Chunks, Kind, Options, fold, row_width, walk
+from lightning_moeclip.kernels.grad_walk_triton import (
+    CHUNK,
+    NUM_EXTRA,
+    Kind,
+    Options,
+    Span,
+    Tables,
+    fold,
+    row_width,
+    walk,
+)
 from torch import Tensor
 
 __all__ = ["PackPlan", "pack", "statistics_of", "unpack"]
 
 _ALIGNMENT = 16
-_MAX_LAYOUTS = 1024  # of sets of sizes: each bucket has a few, and a set costs copies that wait for the device
 
 
 class PackPlan:
@@ -108,9 +117,11 @@ def unpack(
     *,
     with_statistics: bool = False,
     with_residual: bool = False,
+    checks_read: bool = False,
 ) -> Tensor | None:
-    """``grad_unpack`` of at least one gradient, checked before."""
-    options = Options(with_sums=with_statistics or with_residual, with_residual=with_residual)
+    """``grad_unpack`` of at least one gradient, checked before; ``checks_read``: count what was not finite before."""
+    with_sums = with_statistics or with_residual
+    options = Options(with_sums=with_sums, with_residual=with_residual, checks_read=checks_read)
     return _run(options, sources, gradients, [coefficient] * len(sources), None)
 
 
@@ -131,8 +142,13 @@ def _run(
     mates: Sequence[Tensor | None] | None,
 ) -> Tensor | None:
     device = places[0].device
-    # tables are overwritten in the order of one stream
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    if _is_capturing(device):
+        raise RuntimeError(
+            "A CUDA graph is being captured, and its replays would read addresses of gradients from memory of the host "
+            "that is free by then. Capture PackPlan.launch, and call PackPlan.load before each replay."
+        )
+    if options.writes:
+        _check_places(places)
     dense = [
         place if _is_plain(place) else place.detach().resolve_conj().resolve_neg().contiguous() for place in places
     ]
@@ -141,18 +157,11 @@ def _run(
         Kind(source.dtype.to_real(), place.dtype.to_real(), factor, _is_aligned(place) and _is_aligned(source))
         for source, place, factor in zip(sources, dense, factor_dtypes, strict=True)
     )
-    key = (tuple(map(num_reals, dense)), kinds, options, device, stream)
-    with _lock:
-        found = _walks.pop(key, None)
-        if found is None:
-            found = _Walk(*key[:4])
-            while len(_walks) >= _MAX_LAYOUTS:
-                del _walks[next(iter(_walks))]
-        _walks[key] = found  # the latest last
-        found.load(sources, dense, factors, mates)
-        table = found.new_table() if options.with_sums else None
-        found.launch(table)
-        found.release()
+    # memory that is freed is reused in the order of the stream: nothing has to stay until the kernels have run
+    found = _Walk(tuple(map(num_reals, dense)), kinds, options, device)
+    found.load(sources, dense, factors, mates)
+    table = found.new_table() if options.with_sums else None
+    found.launch(table)
     if options.writes:
         for place, written in zip(places, dense, strict=True):
             if place is not written:
@@ -160,24 +169,46 @@ def _run(
     return table
 
 
+def _is_capturing(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _check_places(places: Sequence[Tensor]) -> None:
+    addresses = [place.data_ptr() for place in places if place.numel()]
+    if len(set(addresses)) < len(addresses):
+        raise ValueError(
+            "Two gradients have the same place, which would be written by both at the same time. "
+            "Give each place once per call."
+        )
+
+
 class _Walk:
-    """Chunks and tables of one set of sizes and kinds, and the memory where addresses lie."""
+    """Launches for tensors of some sizes and kinds, and the memory where their tables lie."""
 
     def __init__(self, sizes: tuple[int, ...], kinds: tuple[Kind, ...], options: Options, device: torch.device) -> None:
         self._kinds, self._options, self._device = kinds, options, device
-        num_chunks = [-(-size // CHUNK) for size in sizes]
-        first_row = torch.tensor([0, *num_chunks], dtype=torch.int64).cumsum(0)
-        self._num_rows = int(first_row[-1])
-        self._first_row = first_row.to(torch.int32).to(device)
-        self._groups = [
-            (kind, _chunks([i for i, k in enumerate(kinds) if k == kind], sizes, first_row.tolist(), device))
-            for kind in dict.fromkeys(kind for kind, size in zip(kinds, sizes, strict=True) if size)
-        ]
-        # sources, places, mates, factors; and the factors that came from the CPU, 8 bytes for each. Rows of an even
-        # length, since Triton compiles anew for a table at another multiple of 16 bytes
-        self._addresses = torch.zeros(5, len(sizes) + len(sizes) % 2, dtype=torch.int64, device=device)
-        num_rows = max(self._num_rows, 1) if options.with_sums else 1
-        self._partial = torch.zeros(num_rows, row_width(options), dtype=torch.float64, device=device)
+        groups = list(dict.fromkeys(kinds))
+        number_of = {kind: number for number, kind in enumerate(groups)}
+        self._order = sorted(range(len(sizes)), key=lambda index: number_of[kinds[index]])
+        self._sizes = [sizes[index] for index in self._order]
+        self._first_rows = [0, *itertools.accumulate(-(-size // CHUNK) for size in self._sizes)]
+        self._groups, first = [], 0
+        for kind in groups:
+            end = first + kinds.count(kind)
+            row, end_row = self._first_rows[first], self._first_rows[end]
+            if row < end_row:
+                self._groups.append((kind, Span(first, end, row, end_row - row)))
+            first = end
+        # the tables; and the factors that came from the CPU, 8 bytes for each. Rows of an even length, since Triton
+        # compiles anew for a table at another multiple of 16 bytes
+        self._length = len(sizes) + 2 - len(sizes) % 2
+        self._memory = torch.empty(len(Tables._fields) + 1, self._length, dtype=torch.int64, device=device)
+        self._tables = Tables(*self._memory[:-1])
+        num_rows = max(self._first_rows[-1], 1) if options.with_sums else 1
+        self._partial = torch.empty(num_rows, row_width(options), dtype=torch.float64, device=device)
         self._alive: list[Tensor] = []
 
     def new_table(self) -> Tensor:
@@ -192,15 +223,22 @@ class _Walk:
         factors: Sequence[Tensor] | None,
         mates: Sequence[Tensor | None] | None,
     ) -> None:
-        """Send the addresses."""
-        self._alive = []
-        rows = [self._kept(sources, places), [place.data_ptr() for place in places]]
-        self._alive.extend(places)
-        rows.append([0] * len(places) if mates is None else self._kept(mates, places))
-        rows.extend(([0] * len(places),) * 2 if factors is None else self._factors(factors))
-        rows = [[*row, *[0] * (len(row) % 2)] for row in rows]
+        """Send the tables."""
+        self._alive = [*places]
+        nothing = [0] * len(places)
+        factor_addresses, bits = (nothing, nothing) if factors is None else self._factors(factors)
+        addresses = (
+            self._kept(sources, places),
+            [place.data_ptr() for place in places],
+            nothing if mates is None else self._kept(mates, places),
+            factor_addresses,
+        )
+        # in the order of Tables
+        rows = [[row[index] for index in self._order] for row in addresses]
+        rows += [self._sizes, self._first_rows, self._order, bits]
+        rows = [[*row, *[0] * (self._length - len(row))] for row in rows]
         host = torch.tensor(rows, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        self._addresses.copy_(host, non_blocking=True)
+        self._memory.copy_(host, non_blocking=True)
 
     def _kept(self, tensors: Iterable[Tensor | None], places: Sequence[Tensor]) -> list[int]:
         """Addresses of tensors in the layout of their places."""
@@ -219,7 +257,7 @@ class _Walk:
     def _factors(self, factors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
         """Addresses of factors, and the bits of those that are on the CPU, which get addresses here."""
         addresses, bits = [], []
-        slot = self._addresses[4].data_ptr()
+        slot = self._memory[-1].data_ptr()
         for index, (factor, kind) in enumerate(zip(factors, self._kinds, strict=True)):
             assert factor.dtype is kind.factor, "of the dtype that was laid out"
             if factor.is_cpu:
@@ -241,35 +279,14 @@ class _Walk:
             self._launch(table)
 
     def _launch(self, table: Tensor | None) -> None:
-        for kind, chunks in self._groups:
-            walk(kind, self._options, chunks, self._addresses[:4], self._partial)
+        for kind, span in self._groups:
+            walk(kind, self._options, span, self._tables, self._partial)
         if table is not None:
-            fold(self._options, self._partial, self._first_row, table)
+            fold(self._options, self._partial, self._tables.first_rows, self._tables.targets, table)
 
     def release(self) -> None:
         """Let go of the tensors behind the addresses; memory that is freed is reused after the launch."""
         self._alive = []
-
-
-_walks: dict[tuple[object, ...], _Walk] = {}
-_lock = threading.Lock()
-
-
-def _chunks(members: list[int], sizes: Sequence[int], first_row: Sequence[int], device: torch.device) -> Chunks:
-    rows = [
-        (tensor, start, min(CHUNK, sizes[tensor] - start), first_row[tensor] + start // CHUNK)
-        for tensor in members
-        for start in range(0, sizes[tensor], CHUNK)
-    ]
-    columns = torch.tensor(rows, dtype=torch.int64).T
-    # one tensor each: the kernel walks them as contiguous
-    tensor_of, offset_of, length_of, row_of = (column.contiguous() for column in columns)
-    return Chunks(
-        tensor_of.to(torch.int32).to(device),
-        offset_of.to(device),
-        length_of.to(torch.int32).to(device),
-        row_of.to(torch.int32).to(device),
-    )
 
 
 def _like(tensor: Tensor, place: Tensor, *, is_aligned: bool) -> Tensor:

@@ -37,7 +37,8 @@ def grad_unpack(
 
     Args:
         sources: parts of a bucket, or the gradients themselves; any floating or complex dtype.
-        gradients: [shape of the source] each, any floating or complex dtype.
+        gradients: [shape of the source] each, any floating or complex dtype, in memory that no two of them share and
+            that no source shares, unless it is the gradient of that source, element by element.
         coefficient: 0-d, float32 at least, on the CPU or on the device of the gradients.
         with_statistics: take the sums of what was written.
         with_residual: compare with what the gradients held before: two more columns, the sum of |before - source| and
@@ -47,11 +48,13 @@ def grad_unpack(
         None, or [n, NUM_COLUMNS (+ 2)] float64; see ``grad_statistics``.
 
     Raises:
-        ValueError: before anything is written: lengths, shapes or devices do not fit.
+        ValueError: before anything is written: lengths, shapes or devices do not fit; on a GPU also a gradient that is
+            given twice (other overlaps are not looked for).
         TypeError: a dtype that is not floating or complex, or a coefficient of less than 32 bits.
+        RuntimeError: on a GPU, while a CUDA graph is captured.
     """
     with_statistics = with_statistics or with_residual
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and gradients:  # the compiler cannot lower a list of none
         found = _grad_unpack_op(list(sources), list(gradients), coefficient, with_statistics, with_residual)
         return found if with_statistics else None
     return _grad_unpack(sources, gradients, coefficient, with_statistics, with_residual)
@@ -131,20 +134,22 @@ def unscale_(gradients: Sequence[Tensor], inv_scale: Tensor, *, counts_zeros: bo
     """Multiply in place and look for non-finite values in the same pass.
 
     Args:
-        gradients: on one device, of any floating or complex dtypes.
+        gradients: on one device, of any floating or complex dtypes, in memory that no two of them share.
         inv_scale: 0-d or [1], float32, on the CPU or on the device of the gradients: what each element is multiplied
             by, in float32 at least.
         counts_zeros: count what vanished, too.
 
     Returns:
-        [3] float64 on the device of the gradients: above 0 if any element is not finite, elements that are exactly
-        zero afterwards and number of elements; the last two only with ``counts_zeros``.
+        [3] float64 on the device of the gradients: above 0 if any element was not finite before, elements that are
+        exactly zero afterwards and number of elements; zeros for the last two without ``counts_zeros``.
 
     Raises:
-        ValueError: several devices, or an ``inv_scale`` of several elements.
+        ValueError: several devices, or an ``inv_scale`` of several elements; on a GPU also a gradient that is given
+            twice.
+        RuntimeError: on a GPU, while a CUDA graph is captured.
         TypeError: a dtype that is not floating or complex, or an ``inv_scale`` that is not float32.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and gradients:  # the compiler cannot lower a list of none
         return _unscale_op(list(gradients), inv_scale, counts_zeros)
     return _unscale_(gradients, inv_scale, counts_zeros)
 
@@ -157,20 +162,25 @@ def _unscale_(gradients: Sequence[Tensor], inv_scale: Tensor, counts_zeros: bool
     if runs_triton(gradients[0]):
         from lightning_moeclip.kernels import grad_triton
 
-        table = grad_triton.unpack(gradients, gradients, inv_scale, with_statistics=True)
+        table = grad_triton.unpack(gradients, gradients, inv_scale, with_statistics=True, checks_read=True)
         assert table is not None, "sums were asked for"
         sums = table.sum(0)
-        return torch.stack([sums[NUM_NONFINITE], sums[NUM_ZEROS], sums[SIZE]])
+        zeros = [sums[NUM_ZEROS], sums[SIZE]] if counts_zeros else [torch.zeros_like(sums[SIZE])] * 2
+        return torch.stack([sums[NUM_NONFINITE], *zeros])
     flag = torch.zeros((), dtype=torch.float32, device=gradients[0].device)
     inv_scale = inv_scale.to(flag.device)
-    for dtype in {gradient.dtype for gradient in gradients}:
-        members = [gradient for gradient in gradients if gradient.dtype is dtype]
-        reals = [torch.view_as_real(gradient) for gradient in members] if dtype.is_complex else members
-        torch._amp_foreach_non_finite_check_and_unscale_(reals, flag, inv_scale)
+    # a conjugate or a negative that is only marked as one has no real numbers of its own
+    plain = [gradient.resolve_conj().resolve_neg() for gradient in gradients]
+    reals = [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in plain]
+    for dtype in {real.dtype for real in reals}:
+        members = [real for real in reals if real.dtype is dtype]
+        torch._amp_foreach_non_finite_check_and_unscale_(members, flag, inv_scale)
+    for gradient, written in zip(gradients, plain, strict=True):
+        if gradient.is_conj() or gradient.is_neg():
+            gradient.copy_(written)
     found = torch.zeros(3, dtype=torch.float64, device=flag.device)
     found[0] = flag
     if counts_zeros:
-        reals = [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in gradients]
         size = sum(real.numel() for real in reals)
         found[1] = size - _num_nonzero(reals)
         found[2] = size

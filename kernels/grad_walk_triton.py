@@ -1,8 +1,9 @@
 """The Triton kernels under ``grad_triton``: one walk over many tensors.
 
 A program reads one chunk of one tensor through tables of addresses, so that any number of tensors takes one launch per
-kind. Sums are taken in float64: each program writes a row, a second kernel folds the rows of a tensor in a fixed order.
-No atomics: the same numbers every time. A complex tensor is walked as twice as many real numbers.
+kind; it finds its tensor by a binary search, so that the tables have a column per tensor and none per chunk. Sums are
+taken in float64: each program writes a row, a second kernel folds the rows of a tensor in a fixed order. No atomics:
+the same numbers every time. A complex tensor is walked as twice as many real numbers.
 
 Legend: a name ending in _S is one number per element of a step of the walk, _T one per element of the ragged tail.
 """
@@ -19,7 +20,7 @@ from lightning_moeclip.kernels.backend import num_warps
 from lightning_moeclip.kernels.grad_statistics import MAXIMUM
 from torch import Tensor
 
-__all__ = ["CHUNK", "NUM_EXTRA", "Chunks", "Kind", "Options", "fold", "row_width", "walk"]
+__all__ = ["CHUNK", "NUM_EXTRA", "Kind", "Options", "Span", "Tables", "fold", "row_width", "walk"]
 
 # a step of 1024 elements gives each of 128 threads a 16-byte load of 16-bit elements, and 3 float64 sums of 8 elements
 # stay in its registers; a chunk of 8 steps writes 64 bytes of sums per 32 KiB read
@@ -55,22 +56,48 @@ class Kind(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a walk does with each element; without ``writes`` there are no places and no factors."""
+    """What a walk does with each element; without ``writes`` there are no places and no factors.
+
+    ``checks_read``: elements that are not finite are counted as they were read, and not as they were written.
+    """
 
     writes: bool = True
     accumulates: bool = False
     with_sums: bool = False
     with_mates: bool = False
     with_residual: bool = False
+    checks_read: bool = False
 
 
-class Chunks(NamedTuple):
-    """The chunks of one launch, [chunks] each: index of the tensor, first element, elements, row of sums."""
+class Tables(NamedTuple):
+    """A number per tensor, [tensors] int64 each, tensors of one kind beside each other.
 
-    tensor_of: Tensor
-    offset_of: Tensor
-    length_of: Tensor
-    row_of: Tensor
+    Attributes:
+        sources: addresses.
+        places: addresses.
+        mates: addresses, 0 without one.
+        factors: addresses.
+        sizes: real numbers of the tensor.
+        first_rows: [tensors + 1], chunks of all tensors before.
+        targets: row of the result.
+    """
+
+    sources: Tensor
+    places: Tensor
+    mates: Tensor
+    factors: Tensor
+    sizes: Tensor
+    first_rows: Tensor
+    targets: Tensor
+
+
+class Span(NamedTuple):
+    """The tensors of one launch: ``first`` to ``end``, whose chunks start with ``first_chunk``."""
+
+    first: int
+    end: int
+    first_chunk: int
+    num_chunks: int
 
 
 def row_width(options: Options) -> int:
@@ -78,21 +105,23 @@ def row_width(options: Options) -> int:
     return 16 if options.with_mates or options.with_residual else 8
 
 
-def walk(kind: Kind, options: Options, chunks: Chunks, addresses: Tensor, partial: Tensor) -> None:
-    """Walk over chunks.
+def walk(kind: Kind, options: Options, span: Span, tables: Tables, partial: Tensor) -> None:
+    """Walk over the chunks of tensors.
 
     Args:
-        kind: of all their tensors.
+        kind: of all of them.
         options: what to do.
-        chunks: at least one.
-        addresses: [4, tensors] int64, of sources, places, mates (0 without one) and factors.
-        partial: [rows, row_width] float64, written with ``with_sums``; zeros beyond the columns of a table.
+        span: which they are; at least one chunk.
+        tables: of all tensors.
+        partial: [chunks, row_width] float64, written with ``with_sums``.
     """
     is_wide = torch.float64 in (kind.source, kind.place)
-    _walk_kernel[(len(chunks.row_of),)](
-        *addresses,
-        *chunks,
+    _walk_kernel[(span.num_chunks,)](
+        *tables[:-1],
         partial,
+        span.first,
+        span.end,
+        span.first_chunk,
         SOURCE=_TYPES[kind.source],
         PLACE=_TYPES[kind.place],
         FACTOR=_TYPES[kind.factor],
@@ -103,6 +132,9 @@ def walk(kind: Kind, options: Options, chunks: Chunks, addresses: Tensor, partia
         WITH_SUMS=options.with_sums,
         WITH_MATES=options.with_mates,
         WITH_RESIDUAL=options.with_residual,
+        CHECKS_READ=options.checks_read,
+        # a multiple of 8: two kernels, for 256 tensors and for 65536, in place of one for each power of two
+        HALVINGS=8 * max(1, -(-(span.end - span.first - 1).bit_length() // 8)),
         STEP=_STEP,
         NUM_STEPS=_NUM_STEPS,
         TAIL=_TAIL,
@@ -113,19 +145,21 @@ def walk(kind: Kind, options: Options, chunks: Chunks, addresses: Tensor, partia
     )
 
 
-def fold(options: Options, partial: Tensor, first_row: Tensor, table: Tensor) -> None:
+def fold(options: Options, partial: Tensor, first_rows: Tensor, targets: Tensor, table: Tensor) -> None:
     """Fold the rows of each tensor.
 
     Args:
         options: of the walk.
-        partial: [rows, row_width] float64.
-        first_row: [tensors + 1] int32.
+        partial: [chunks, row_width] float64.
+        first_rows: as in ``Tables``.
+        targets: as in ``Tables``.
         table: [tensors, NUM_COLUMNS (+ NUM_EXTRA)] float64, contiguous; written.
     """
     assert table.is_contiguous(), "the kernel walks it row by row"
     _fold_kernel[(len(table),)](
         partial,
-        first_row,
+        first_rows,
+        targets,
         table,
         ROW=row_width(options),
         WIDTH=table.shape[1],
@@ -168,9 +202,11 @@ def _finite(value):
 
 
 @triton.jit
-def _sums_of(written, offsets, num_valid, BAD: tl.constexpr):
+def _sums_of(written, read, offsets, num_valid, CHECKS_READ: tl.constexpr, BAD: tl.constexpr):
     """Per element: value, square, absolute and, as digits of one number, whether it is not finite and whether zero."""
     value, is_finite = _finite(written)
+    if CHECKS_READ:
+        _, is_finite = _finite(read)
     zero = tl.where(offsets < num_valid, (written == 0.0).to(tl.int32), 0)
     return value, value * value, tl.abs(value), tl.where(is_finite, zero, BAD)
 
@@ -187,22 +223,30 @@ def _pair_of(first, second, IS_RESIDUAL: tl.constexpr):
 
 
 @triton.jit
+def _tensor_of(first_rows, first, end, chunk, HALVINGS: tl.constexpr):
+    """The last tensor of ``first`` to ``end`` that starts at a chunk or before it: the one it is part of."""
+    for _ in range(HALVINGS):
+        middle = (first + end) // 2
+        is_after = tl.load(first_rows + middle) > chunk
+        end = tl.where(is_after, middle, end)
+        first = tl.where(is_after, first, middle)
+    return first
+
+
+# a number that is 1 or a multiple of 16 would take a kernel of its own
+@triton.jit(do_not_specialize=["begin", "end", "first_chunk"])
 def _walk_kernel(
-    sources, places, mates, factors, tensor_of, offset_of, length_of, row_of, partial,
+    sources, places, mates, factors, sizes, first_rows, partial, begin, end, first_chunk,
     SOURCE: tl.constexpr, PLACE: tl.constexpr, FACTOR: tl.constexpr, COMPUTE: tl.constexpr, IS_ALIGNED: tl.constexpr,
     WRITES: tl.constexpr, ACCUMULATES: tl.constexpr, WITH_SUMS: tl.constexpr, WITH_MATES: tl.constexpr,
-    WITH_RESIDUAL: tl.constexpr, STEP: tl.constexpr, NUM_STEPS: tl.constexpr, TAIL: tl.constexpr, ROW: tl.constexpr,
-    BAD: tl.constexpr,
+    WITH_RESIDUAL: tl.constexpr, CHECKS_READ: tl.constexpr, HALVINGS: tl.constexpr, STEP: tl.constexpr,
+    NUM_STEPS: tl.constexpr, TAIL: tl.constexpr, ROW: tl.constexpr, BAD: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one tensor.
-
-    sources, places, mates, factors: [tensors] int64, addresses; tensor_of, row_of: [chunks] int32; offset_of: [chunks]
-    int64; length_of: [chunks] int32; partial: [rows, ROW] float64.
-    """
-    chunk = tl.program_id(0)
-    tensor = tl.load(tensor_of + chunk)
-    length = tl.load(length_of + chunk)
-    offset = tl.load(offset_of + chunk)
+    """One chunk of one tensor. Tables as in ``Tables``, [tensors] int64 each; partial: [chunks, ROW] float64."""
+    chunk = first_chunk + tl.program_id(0)
+    tensor = _tensor_of(first_rows, begin, end, chunk, HALVINGS)
+    offset = (chunk - tl.load(first_rows + tensor)) * (STEP * NUM_STEPS)
+    length = tl.minimum(tl.load(sizes + tensor) - offset, STEP * NUM_STEPS).to(tl.int32)
     source = tl.load(sources + tensor).to(tl.pointer_type(SOURCE))
     place = source
     factor = 1.0
@@ -241,7 +285,7 @@ def _walk_kernel(
             source, place, factor, at_S, num_whole, PLACE, COMPUTE, WRITES, ACCUMULATES, WITH_RESIDUAL
         )
         if WITH_SUMS:
-            value, square, absolute, count = _sums_of(written_S, at_S, num_whole, BAD)
+            value, square, absolute, count = _sums_of(written_S, read_S, at_S, num_whole, CHECKS_READ, BAD)
             total_S += value
             square_S += square
             absolute_S += absolute
@@ -262,9 +306,9 @@ def _walk_kernel(
         source, place, factor, at_T, length, PLACE, COMPUTE, WRITES, ACCUMULATES, WITH_RESIDUAL
     )
     if WITH_SUMS:
-        total_T, square_T, absolute_T, count_T = _sums_of(written_T, at_T, length, BAD)
+        total_T, square_T, absolute_T, count_T = _sums_of(written_T, read_T, at_T, length, CHECKS_READ, BAD)
         count = tl.sum(count_S, 0) + tl.sum(count_T, 0)
-        row = partial + tl.load(row_of + chunk).to(tl.int64) * ROW
+        row = partial + chunk.to(tl.int64) * ROW
         tl.store(row + 0, length.to(tl.float64))
         tl.store(row + 1, tl.sum(total_S, 0) + tl.sum(total_T, 0))
         tl.store(row + 2, tl.sum(square_S, 0) + tl.sum(square_T, 0))
@@ -281,26 +325,29 @@ def _walk_kernel(
             first_T, second_T = _pair_of(read_T, before_T, True)
             tl.store(row + 7, tl.sum(first_S, 0) + tl.sum(first_T, 0))
             tl.store(row + 8, tl.sum(second_S, 0) + tl.sum(second_T, 0))
+        # the fold reads two at a time
+        tl.store(row + (9 if WITH_MATES or WITH_RESIDUAL else 7), 0.0)
 
 
 @triton.jit
 def _fold_kernel(
-    partial, first_row, table,
+    partial, first_rows, targets, table,
     ROW: tl.constexpr, WIDTH: tl.constexpr, MAXIMUM_AT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The rows of one tensor into one. first_row: [tensors + 1] int32; table: [tensors, WIDTH] float64."""
+    """The rows of one tensor into one. Tables as in ``Tables``; table: [tensors, WIDTH] float64."""
     tensor = tl.program_id(0)
-    row = tl.load(first_row + tensor)
-    end = tl.load(first_row + tensor + 1)
+    row = tl.load(first_rows + tensor)
+    end = tl.load(first_rows + tensor + 1)
     column = tl.arange(0, ROW)
     total = tl.zeros((ROWS, ROW), tl.float64)
     largest = tl.zeros((ROWS, ROW), tl.float64)
     while row < end:
         rows = row + tl.arange(0, ROWS)
-        at = rows.to(tl.int64)[:, None] * ROW + column[None, :]
-        value = tl.load(partial + at, mask=(rows < end)[:, None], other=0.0)
+        at = rows[:, None] * ROW + column[None, :]
+        is_written = (rows < end)[:, None] & (column < WIDTH + WIDTH % 2)[None, :]
+        value = tl.load(partial + at, mask=is_written, other=0.0)
         total += value
         largest = tl.maximum(largest, value)
         row += ROWS
     folded = tl.where(column == MAXIMUM_AT, tl.max(largest, 0), tl.sum(total, 0))
-    tl.store(table + tensor.to(tl.int64) * WIDTH + column, folded, mask=column < WIDTH)
+    tl.store(table + tl.load(targets + tensor) * WIDTH + column, folded, mask=column < WIDTH)

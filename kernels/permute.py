@@ -6,6 +6,7 @@ for a choice that was dropped. Each is the inverse of the other, and neither may
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -156,6 +157,12 @@ def _take(values_ND: Tensor, index_M: Tensor, has_gaps: bool) -> Tensor:
     return _fill_(values_ND.index_select(0, index_M.clamp(min=0)), index_M)
 
 
+def _in_given_dtype(x: Tensor) -> AbstractContextManager[object]:
+    """No autocast, which would round what a product takes: the kernels know none."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
 def _token(slot_R: Tensor, top_k: int) -> Tensor:
     """Token of each row, -1 for a blank one."""
     return slot_R.div(top_k, rounding_mode="floor") if top_k > 1 else slot_R
@@ -193,7 +200,8 @@ def _unpermute(
     w_TK = weights_TK.to(rows_RD.dtype)
     if has_drops:
         w_TK = w_TK.masked_fill(row_TK < 0, 0.0)
-    return torch.bmm(w_TK.unsqueeze(1), _by_choice(rows_RD, row_TK, has_drops)).squeeze(1)
+    with _in_given_dtype(rows_RD):
+        return torch.bmm(w_TK.unsqueeze(1), _by_choice(rows_RD, row_TK, has_drops)).squeeze(1)
 
 
 def _unpermute_backward(
@@ -229,7 +237,9 @@ def _unpermute_backward_by_torch(
     choice_R = slot_R.clamp(min=0) if has_blanks else slot_R
     grad_RD = grad_TD.index_select(0, _token(choice_R, row_TK.shape[1]))
     w_R1 = weights_TK.reshape(-1).index_select(0, choice_R).to(rows_RD.dtype).unsqueeze(1)
-    grad_w_TK = _by_choice(torch.linalg.vecdot(rows_RD, grad_RD), row_TK, has_drops).to(weights_TK.dtype)
+    with _in_given_dtype(rows_RD):
+        dot_R = torch.linalg.vecdot(rows_RD, grad_RD)
+    grad_w_TK = _by_choice(dot_R, row_TK, has_drops).to(weights_TK.dtype)
     # in place would lose what a second derivative needs
     grad_rows_RD = grad_RD * w_R1 if torch.is_grad_enabled() else grad_RD.mul_(w_R1)
     return _fill_(grad_rows_RD, slot_R) if has_blanks else grad_rows_RD, grad_w_TK

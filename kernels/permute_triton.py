@@ -202,27 +202,30 @@ def sort_by_expert(chosen_TK: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
     num_blocks = triton.cdiv(num_choices, _BLOCK_S)
     firsts_BE = torch.empty(num_blocks, num_experts, dtype=torch.int32, device=chosen_TK.device)
     block_e = min(32, triton.next_power_of_2(num_experts))
-    count_kernel[(num_blocks, triton.cdiv(num_experts, block_e))](
-        chosen_TK,
-        firsts_BE,
-        num_choices,
-        E=num_experts,
-        BLOCK_S=_BLOCK_S,
-        BLOCK_E=block_e,
-        enable_fp_fusion=True,
-    )
-    scan_kernel[(triton.cdiv(num_experts, _SCAN_E),)](
-        firsts_BE,
-        ends_E,
-        num_blocks,
-        E=num_experts,
-        BLOCK_B=_SCAN_B,
-        BLOCK_E=_SCAN_E,
-        enable_fp_fusion=True,
-    )
-    place_kernel[(num_blocks,)](
-        chosen_TK, firsts_BE, slot_S, row_TK, num_choices, E=num_experts, BLOCK_S=_BLOCK_S, enable_fp_fusion=True
-    )
+    with torch.cuda.device_of(chosen_TK):
+        count_kernel[(num_blocks, triton.cdiv(num_experts, block_e))](
+            chosen_TK,
+            firsts_BE,
+            num_choices,
+            E=num_experts,
+            BLOCK_S=_BLOCK_S,
+            BLOCK_E=block_e,
+            enable_fp_fusion=True,
+        )
+    with torch.cuda.device_of(chosen_TK):
+        scan_kernel[(triton.cdiv(num_experts, _SCAN_E),)](
+            firsts_BE,
+            ends_E,
+            num_blocks,
+            E=num_experts,
+            BLOCK_B=_SCAN_B,
+            BLOCK_E=_SCAN_E,
+            enable_fp_fusion=True,
+        )
+    with torch.cuda.device_of(chosen_TK):
+        place_kernel[(num_blocks,)](
+            chosen_TK, firsts_BE, slot_S, row_TK, num_choices, E=num_experts, BLOCK_S=_BLOCK_S, enable_fp_fusion=True
+        )
     return slot_S, row_TK
 
 
@@ -232,19 +235,20 @@ def permute(x_TD: Tensor, slot_R: Tensor, row_TK: Tensor, *, has_blanks: bool) -
     rows_RD = torch.empty(num_rows, width, dtype=x_TD.dtype, device=x_TD.device)
     block_t, block_d = _blocks(width)
     if rows_RD.numel():
-        permute_kernel[(_num_blocks(num_tokens, num_rows, block_t, has_blanks), triton.cdiv(width, block_d))](
-            x_TD.contiguous(),
-            slot_R.contiguous(),
-            row_TK.contiguous(),
-            rows_RD,
-            num_tokens,
-            num_rows,
-            D=width,
-            K=row_TK.shape[1],
-            BLOCK_T=block_t,
-            BLOCK_D=block_d,
-            enable_fp_fusion=True,
-        )
+        with torch.cuda.device_of(x_TD):
+            permute_kernel[(_num_blocks(num_tokens, num_rows, block_t, has_blanks), triton.cdiv(width, block_d))](
+                x_TD.contiguous(),
+                slot_R.contiguous(),
+                row_TK.contiguous(),
+                rows_RD,
+                num_tokens,
+                num_rows,
+                D=width,
+                K=row_TK.shape[1],
+                BLOCK_T=block_t,
+                BLOCK_D=block_d,
+                enable_fp_fusion=True,
+            )
     return rows_RD
 
 
@@ -254,19 +258,20 @@ def unpermute(rows_RD: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Ten
     y_TD = torch.empty(num_tokens, width, dtype=rows_RD.dtype, device=rows_RD.device)
     block_t, block_d = _blocks(width)
     if y_TD.numel():
-        unpermute_kernel[(triton.cdiv(num_tokens, block_t), triton.cdiv(width, block_d))](
-            rows_RD.contiguous(),
-            rows_RD if weights_TK is None else weights_TK.contiguous(),
-            row_TK.contiguous(),
-            y_TD,
-            num_tokens,
-            D=width,
-            K=row_TK.shape[1],
-            WEIGHTED=weights_TK is not None,
-            BLOCK_T=block_t,
-            BLOCK_D=block_d,
-            enable_fp_fusion=True,
-        )
+        with torch.cuda.device_of(rows_RD):
+            unpermute_kernel[(triton.cdiv(num_tokens, block_t), triton.cdiv(width, block_d))](
+                rows_RD.contiguous(),
+                rows_RD if weights_TK is None else weights_TK.contiguous(),
+                row_TK.contiguous(),
+                y_TD,
+                num_tokens,
+                D=width,
+                K=row_TK.shape[1],
+                WEIGHTED=weights_TK is not None,
+                BLOCK_T=block_t,
+                BLOCK_D=block_d,
+                enable_fp_fusion=True,
+            )
     return y_TD
 
 
@@ -280,21 +285,22 @@ def unpermute_backward(
     block_t, block_d = _blocks(width)
     num_blocks = _num_blocks(num_tokens, num_rows, block_t, has_blanks)
     if num_blocks:
-        unpermute_backward_kernel[(num_blocks,)](
-            grad_TD.contiguous(),
-            rows_RD.contiguous(),
-            weights_TK.contiguous(),
-            slot_R.contiguous(),
-            row_TK.contiguous(),
-            grad_rows_RD,
-            grad_weights_TK,
-            num_tokens,
-            num_rows,
-            D=width,
-            K=top_k,
-            BLOCK_T=block_t,
-            BLOCK_D=block_d,
-            BLOCK_K=triton.next_power_of_2(top_k),
-            enable_fp_fusion=True,
-        )
+        with torch.cuda.device_of(rows_RD):
+            unpermute_backward_kernel[(num_blocks,)](
+                grad_TD.contiguous(),
+                rows_RD.contiguous(),
+                weights_TK.contiguous(),
+                slot_R.contiguous(),
+                row_TK.contiguous(),
+                grad_rows_RD,
+                grad_weights_TK,
+                num_tokens,
+                num_rows,
+                D=width,
+                K=top_k,
+                BLOCK_T=block_t,
+                BLOCK_D=block_d,
+                BLOCK_K=triton.next_power_of_2(top_k),
+                enable_fp_fusion=True,
+            )
     return grad_rows_RD, grad_weights_TK

@@ -175,32 +175,34 @@ def route(logits_TE: Tensor, top_k: int, *, normalize_topk: bool) -> tuple[Tenso
     counts_E = torch.empty(num_experts, dtype=torch.int64, device=logits_TE.device)
     ends_E = torch.empty(num_experts, dtype=torch.int32, device=logits_TE.device)
     if num_tokens:
-        route_kernel[(num_programs,)](
-            logits_TE,
-            weights_TK,
-            chosen_TK,
+        with torch.cuda.device_of(logits_TE):
+            route_kernel[(num_programs,)](
+                logits_TE,
+                weights_TK,
+                chosen_TK,
+                partial_BE,
+                num_tokens,
+                E=num_experts,
+                K=top_k,
+                NORMALIZE=normalize_topk,
+                TILES=tiles,
+                BLOCK_T=block_t,
+                BLOCK_E=block_e,
+                BLOCK_K=triton.next_power_of_2(top_k),
+                num_warps=num_warps(_NUM_THREADS),
+                enable_fp_fusion=True,
+            )
+    with torch.cuda.device_of(counts_E):
+        fold_kernel[(1,)](
             partial_BE,
-            num_tokens,
+            counts_E,
+            ends_E,
+            num_programs,
             E=num_experts,
-            K=top_k,
-            NORMALIZE=normalize_topk,
-            TILES=tiles,
-            BLOCK_T=block_t,
+            BLOCK_B=max(1, _FOLD // block_e),
             BLOCK_E=block_e,
-            BLOCK_K=triton.next_power_of_2(top_k),
-            num_warps=num_warps(_NUM_THREADS),
             enable_fp_fusion=True,
         )
-    fold_kernel[(1,)](
-        partial_BE,
-        counts_E,
-        ends_E,
-        num_programs,
-        E=num_experts,
-        BLOCK_B=max(1, _FOLD // block_e),
-        BLOCK_E=block_e,
-        enable_fp_fusion=True,
-    )
     return weights_TK, chosen_TK, counts_E, ends_E
 
 
@@ -213,20 +215,21 @@ def route_backward(
     block_t, block_e = _tile(num_experts)
     grad_TE = torch.empty_like(logits_TE)
     if num_tokens:
-        route_backward_kernel[(triton.cdiv(num_tokens, block_t),)](
-            grad_TK.contiguous(),
-            logits_TE,
-            weights_TK.contiguous(),
-            chosen_TK.contiguous(),
-            grad_TE,
-            num_tokens,
-            inactive,
-            E=num_experts,
-            K=chosen_TK.shape[1],
-            WITHIN=within,
-            BLOCK_T=block_t,
-            BLOCK_E=block_e,
-            num_warps=num_warps(_NUM_THREADS),
-            enable_fp_fusion=True,
-        )
+        with torch.cuda.device_of(logits_TE):
+            route_backward_kernel[(triton.cdiv(num_tokens, block_t),)](
+                grad_TK.contiguous(),
+                logits_TE,
+                weights_TK.contiguous(),
+                chosen_TK.contiguous(),
+                grad_TE,
+                num_tokens,
+                inactive,
+                E=num_experts,
+                K=chosen_TK.shape[1],
+                WITHIN=within,
+                BLOCK_T=block_t,
+                BLOCK_E=block_e,
+                num_warps=num_warps(_NUM_THREADS),
+                enable_fp_fusion=True,
+            )
     return grad_TE

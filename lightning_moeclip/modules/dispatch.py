@@ -1,7 +1,7 @@
 """Tokens to experts and back: the copies that are sent, their exchange between ranks, and the weighted sum.
 
-The only file of the layers that calls collectives. The exchange of counts waits for the device: the host has to know
-how many rows to receive.
+The only file of the layers that calls collectives. Two places wait for the device: the exchange of counts, since the
+host has to know how many rows to receive, and a capacity, since it has to know how many rows are left.
 
 Shapes: T tokens, K experts per token, R rows (T * K unless a capacity drops some), D width, E experts.
 """
@@ -93,8 +93,8 @@ def _within_capacity(routing: Routing, capacity: int) -> Tensor:
     ranked_S = heaviest_S[place_S]
     first_E = routing.ends - routing.counts
     place_S = torch.arange(len(ranked_S), device=ranked_S.device) - first_E[chosen_S[ranked_S]]
-    kept_S = torch.zeros_like(chosen_S, dtype=torch.bool)
-    kept_S[ranked_S[place_S < capacity]] = True
+    # not by a mask as an index, which waits for the device
+    kept_S = torch.zeros_like(chosen_S, dtype=torch.bool).scatter_(0, ranked_S, place_S < capacity)
     slot_S, _ = sort_by_expert(routing.chosen, routing.ends)
     return slot_S[kept_S[slot_S]]
 

@@ -3,12 +3,15 @@
 Run ``python -m tests.benchmarks.gpu`` on one GPU: under 4 minutes; it writes results/gpu.csv. Without one,
 ``TRITON_INTERPRET=1 python -m tests.benchmarks.gpu --tiny`` runs all of it on tiny sizes and writes nothing.
 
+"compiled" is each forward and backward as torch.compile splits them: a graph that holds a call of autograd ends at it.
+
 An error is |ours - exact| / |exact| over all elements of an output, exact being the same in float64; its bound is twice
 that of plain torch in the same dtype. The floor is the larger of bytes / bandwidth and operations / peak.
 """
 
 import argparse
 import csv
+import gc
 import os
 import sys
 import time
@@ -257,6 +260,8 @@ def reduced(mode: StashMode, shapes: Sequence[Size]) -> list[Tensor]:
             bucket.rehearse()
             found += [slot.view.clone() for slot in bucket.slots]
             bucket.reset()
+    for bucket in buckets:
+        bucket.release()  # a graph that was captured must not outlive the communicator
     return found
 
 
@@ -268,6 +273,7 @@ def check_stash(*, tiny: bool) -> bool:
     holds = all(
         torch.equal(x, y) for mode in ("stream", "graph") for x, y in zip(reduced(mode, shapes), expected, strict=True)
     )
+    gc.collect()  # buckets refer to themselves
     dist.destroy_process_group()
     print(f"stash: stream and graph give {'the' if holds else 'OTHER'} bits of sync, {len(expected)} tensors")
     return holds
@@ -318,6 +324,7 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 def measure(case: Case, arguments: argparse.Namespace) -> dict[str, object]:
     """Check, then time: a line of the results."""
+    torch._dynamo.reset()  # after too many sizes of the cases before, what is compiled would be run eagerly
     error, bound = check(case, case.tiny if arguments.tiny else case.checked)
     size = case.tiny if arguments.tiny else case.timed
     work = case.make(size, case.dtype)

@@ -1,7 +1,10 @@
 """Cases and bars of the router and of the permutation, for the torch path and for the kernels alike."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
 
+import pytest
 import torch
 from lightning_moeclip.kernels.permute import permute, sort_by_expert, unpermute
 from lightning_moeclip.kernels.router import route
@@ -104,3 +107,31 @@ def inputs(num_tokens: int, top_k: int, width: int, dtype: torch.dtype) -> tuple
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(num_tokens, width, generator=generator).to(dtype).requires_grad_()
     return x, torch.rand(num_tokens, top_k, generator=generator).requires_grad_()
+
+
+class _Watched:
+    """A kernel that takes note of whether a device was chosen for its launch."""
+
+    def __init__(self, kernel: object, entered: list[Tensor], inside: list[bool]) -> None:
+        self._kernel, self._entered, self._inside = kernel, entered, inside
+
+    def __getitem__(self, grid: object) -> object:
+        self._inside.append(bool(self._entered))
+        return self._kernel[grid]  # type: ignore[index]
+
+
+def watch_devices(patch: pytest.MonkeyPatch, module: ModuleType) -> list[bool]:
+    """For each launch to come of a module's kernels, whether it is inside of ``torch.cuda.device_of``."""
+    entered: list[Tensor] = []
+    inside: list[bool] = []
+
+    @contextmanager
+    def device_of(tensor: Tensor) -> Iterator[None]:
+        entered.append(tensor)
+        yield
+        entered.pop()
+
+    patch.setattr(torch.cuda, "device_of", device_of)
+    for name in [name for name in vars(module) if name.endswith("_kernel")]:
+        patch.setattr(module, name, _Watched(getattr(module, name), entered, inside))
+    return inside

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 from lightning_moeclip.kernels import reference
-from lightning_moeclip.kernels.grad_statistics import NUM_COLUMNS
+from lightning_moeclip.kernels.grad_pack import grad_pack
+from lightning_moeclip.kernels.grad_statistics import NUM_COLUMNS, grad_statistics
 from lightning_moeclip.kernels.grad_unpack import grad_unpack, unscale_
 
 from tests.kernels.test_grad_pack import PAIRS, SHAPES, factors_of
@@ -92,6 +93,23 @@ def test_unscaled_gradients_are_multiplied_and_counted(inv_scale: torch.Tensor, 
     )
 
 
+def test_what_overflows_by_the_factor_was_finite() -> None:
+    gradient = torch.tensor([3e38, 0.0, 1.0])
+    assert unscale_([gradient], torch.tensor(4.0), counts_zeros=True).tolist() == [0.0, 1.0, 3.0]
+    assert gradient.tolist() == [math.inf, 0.0, 4.0]
+    assert unscale_([gradient], torch.tensor(0.5)).tolist() == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_marked_conjugates_and_negatives_are_unscaled_and_counted(dtype: torch.dtype) -> None:
+    wave = noise(3, dtype=dtype)
+    wave[1] = 0.0
+    gradients = [wave.clone().conj(), wave.clone().conj().imag, wave.clone()]
+    wanted = [0.5 * wave.conj(), -0.5 * wave.imag, 0.5 * wave]
+    assert unscale_(gradients, torch.tensor(0.5), counts_zeros=True).tolist() == [0.0, 2 + 1 + 2, 6 + 3 + 6]
+    assert all(torch.equal(gradient, value) for gradient, value in zip(gradients, wanted, strict=True))
+
+
 @pytest.mark.parametrize("planted", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_one_element_that_is_not_finite_is_found(planted: float, index: int) -> None:
@@ -140,3 +158,19 @@ def test_compiler_keeps_the_operations_whole() -> None:
     for asks in (False, True):
         torch.library.opcheck(ops.grad_unpack.default, (sources, gradients, coefficient, asks, asks))
         torch.library.opcheck(ops.unscale_.default, (gradients, coefficient, asks))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # by the compiler
+def test_compiler_takes_lists_of_none() -> None:
+    """Whole and by the compiler that makes code, which has nothing to make it from."""
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        packed = grad_pack([], [], [], with_statistics=True, mates=[])
+        unpacked = grad_unpack([], [], ONE, with_residual=True)
+        return x + 1, grad_pack([], [], []), packed, unpacked, grad_statistics([]), unscale_([], ONE)
+
+    wanted = step(ONE)
+    got = torch.compile(step, fullgraph=True)(ONE)
+    assert got[1] is wanted[1] is None
+    assert [x.shape for x in got if x is not None] == [x.shape for x in wanted if x is not None]
+    assert got[-1].tolist() == [0.0, 0.0, 0.0]

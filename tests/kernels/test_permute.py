@@ -121,6 +121,16 @@ def test_rows_without_any_token_are_zeros() -> None:
     assert [tuple(g.shape) for g in torch.autograd.grad(y.sum(), (x, weights))] == [(0, 3), (0, 2)]
 
 
+def test_autocast_does_not_touch_sums_and_gradients() -> None:
+    slot, row = tables(13, 6, 2, gaps=True)
+    x, weights = inputs(13, 2, 5, torch.float32)
+    wanted = moved(x, weights, slot, row)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = moved(x, weights, slot, row)
+    assert all(one.dtype is other.dtype for one, other in zip(found, wanted, strict=True))
+    assert_bitwise(found, wanted)
+
+
 def test_compiled_moves_are_one_graph_and_equal_eager() -> None:
     slot, row = tables(13, 6, 2, gaps=True)
     x, weights = (t.detach().double().requires_grad_() for t in inputs(13, 2, 5, torch.float32))

@@ -1,8 +1,11 @@
 """Copies of tokens, their order, and the exchange between ranks."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_moeclip.modules.dispatch import (
     RowPlan,
@@ -81,6 +84,24 @@ def test_capacity_keeps_the_heaviest_and_the_earlier_token_on_ties() -> None:
     assert plan.slot.tolist() == [1, 2, 3]
     assert plan.row.tolist() == [[-1], [0], [1], [2], [-1]]
     assert (plan.counts.tolist(), plan.chosen.tolist()) == ([2, 1, 0], [4, 1, 0])
+
+
+def test_a_capacity_asks_once_how_many_rows_are_left() -> None:
+    """A mask as an index has as many elements as the device says: the host waits for it."""
+    masked: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_, torch.ops.aten.nonzero):
+                found, *_ = [*args[1], None] if len(args) > 1 else [None]
+                if found is None or found.dtype is torch.bool:
+                    masked.append(str(func))
+            return func(*args, **kwargs or {})
+
+    routing = routings(9, 2)
+    with Watch():
+        plan_within_capacity(routing, 2)
+    assert masked == ["aten.index.Tensor"]
 
 
 @on_ranks(4)

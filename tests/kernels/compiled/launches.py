@@ -126,15 +126,16 @@ for dtype in (FP64, FP32, FP16, BF16):
     case("grad_statistics", NAMES[dtype], statistics, dtype)
 
 
-def route(dtype: torch.dtype, experts: int, top_k: int, normalize: bool) -> None:
+def route(dtype: torch.dtype, experts: int, top_k: int, normalize: bool, tokens: int = 4096) -> None:
     from lightning_moeclip.kernels.router import route as op
 
-    weights, *_ = op(torch.zeros(4096, experts, dtype=dtype, requires_grad=True), top_k, normalize_topk=normalize)
+    weights, *_ = op(torch.zeros(tokens, experts, dtype=dtype, requires_grad=True), top_k, normalize_topk=normalize)
     torch.autograd.backward(weights, torch.ones_like(weights))
 
 
 case("route", "8 experts, top 2, fp32", route, FP32, 8, 2, True)
 case("route", "8 experts, top 1, fp32", route, FP32, 8, 1, False, always=False)
+case("route", "8 experts, top 2, fp32, 1 token", route, FP32, 8, 2, True, 1)
 case("route", "64 experts, top 4, bf16", route, BF16, 64, 4, True)
 
 

@@ -80,3 +80,16 @@ def test_accesses_are_gathered_by_place_with_their_bytes() -> None:
         ("load", "11:3 from 21:5", {16: 1, 2: 1}, False),
         ("store", "11:3 from 21:5", {8: 1}, False),
     ]
+
+
+def test_loads_that_lost_their_place_are_bulk_where_another_has_none() -> None:
+    ttir = """
+    %1 = tt.load %0, %m, %cst : tensor<16x64x!tt.ptr<bf16>> loc(#loc)
+    #loc = loc("a file.py":9:3)
+    """.replace("    #", "#")
+    code = ".loc 1 9 {}\nbuffer_load_dwordx2 v[0:1], v1, s[0:3], 0 offen"
+    assert [(a.place, a.is_bulk) for a in accesses(code.format(69), ttir)] == [("9:69", True)]
+    both = code.format(69) + "\n" + code.format(3)
+    assert [(a.place, a.is_bulk) for a in accesses(both, ttir)] == [("9:69", False), ("9:3", True)]
+    with pytest.raises(AssertionError, match="no loads or stores were found for"):
+        accesses("", ttir)

@@ -1,6 +1,7 @@
 """The script for a GPU runs as a whole, and finds what is wrong."""
 
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,35 @@ def test_every_operation_holds_its_bound_and_nothing_interpreted_is_a_result(
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if line.startswith("interpreted: ")]) == len(gpu.CASES)
     assert not results.exists()
+
+
+def test_graphs_do_not_outlive_their_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[gpu.Bucket]] = []
+    released: list[int] = []
+    buckets_of, destroy, release = gpu.buckets_of, gpu.dist.destroy_process_group, gpu.Bucket.release
+
+    def noted(*arguments: object) -> list[gpu.Bucket]:
+        buckets = buckets_of(*arguments)  # type: ignore[arg-type]
+        made.extend(map(weakref.ref, buckets))
+        return buckets
+
+    def end() -> None:
+        assert len(made) == len(released) == 9
+        assert [bucket() for bucket in made] == [None] * 9
+        destroy()
+
+    monkeypatch.setattr(gpu, "buckets_of", noted)
+    monkeypatch.setattr(gpu.Bucket, "release", lambda self: released.append(id(self)) or release(self))
+    monkeypatch.setattr(gpu.dist, "destroy_process_group", end)
+    assert gpu.check_stash(tiny=True)
+
+
+def test_no_case_finds_the_compiler_full_of_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    resets: list[int] = []
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(1))
+    monkeypatch.setattr(gpu, "CASES", [case(torch.ones(4), torch.tensor(3))] * 3)
+    assert gpu.main() == 0
+    assert len(resets) == 3
 
 
 def case(*outputs: Tensor) -> gpu.Case:

@@ -4,7 +4,9 @@ A program takes milliseconds here: tensors are of the sizes at which something c
 walk, 8192 a chunk, 16 the run below which loads are single.
 """
 
+import contextlib
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from lightning_moeclip.kernels import grad_triton, reference
 from lightning_moeclip.kernels.grad_pack import grad_pack
 from lightning_moeclip.kernels.grad_statistics import NUM_COLUMNS, grad_statistics
 from lightning_moeclip.kernels.grad_triton import PackPlan
+from lightning_moeclip.kernels.grad_unpack import grad_unpack, unscale_
 from torch import Tensor
 
 from tests.kernels.test_grad_pack import bucket_of, factors_of
@@ -20,6 +23,7 @@ from tests.kernels.test_grad_statistics import assert_sums, noise
 SHAPES = [(0,), (1,), (), (15,), (33, 65), (8192 + 17,)]
 FACTORS = [0.5, 1.0 / 3.0, 1e-3, 1.0, 0.7, 1.0 / 7.0]
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+ONE = torch.ones(())
 PAIRS = [
     (FP32, FP32),
     (BF16, BF16),
@@ -126,28 +130,65 @@ def test_a_tensor_of_many_chunks_is_folded_whole() -> None:
     rows = torch.ones(600, 8, dtype=FP64)
     rows[:, 0], rows[599, 6], rows[:, 7] = torch.arange(600), 5.0, 0.0
     table = torch.full((2, NUM_COLUMNS), math.nan, dtype=FP64)
-    grad_triton.fold(grad_triton.Options(with_sums=True), rows, torch.tensor([0, 0, 600], dtype=torch.int32), table)
-    assert table.tolist() == [[0.0] * 7, [599 * 300.0, 600.0, 600.0, 600.0, 600.0, 600.0, 5.0]]
+    first_rows, targets = torch.tensor([0, 0, 600]), torch.tensor([1, 0])
+    grad_triton.fold(grad_triton.Options(with_sums=True), rows, first_rows, targets, table)
+    assert table.tolist() == [[599 * 300.0, 600.0, 600.0, 600.0, 600.0, 600.0, 5.0], [0.0] * 7]
 
 
-def test_a_layout_that_was_seen_before_reads_the_new_addresses_and_factors() -> None:
-    for seed in range(3):
-        gradients = [noise(40, seed=seed), noise(3, seed=seed)]
-        places = [torch.zeros(40), torch.zeros(3)]
-        factors = factors_of([0.5 + seed, 0.3 * seed], FP32)
-        found = grad_pack(gradients, places, factors, with_statistics=True)
-        assert found is not None
-        assert_packed(places, gradients, factors)
-        assert_sums(found, places)
+def test_each_chunk_finds_its_tensor_among_more_than_256() -> None:
+    """A search of 8 steps would end too early; most are empty, one has a second chunk, two are of another kind."""
+    sizes = {0: 3, 1: 1, 128: 8192 + 3, 255: 2, 256: 1, 301: 7, 302: 4, 513: 5}
+    tensors = [torch.full((sizes.get(i, 0),), i + 1.0, dtype=FP64 if i in (1, 256) else FP32) for i in range(514)]
+    found = grad_statistics(tensors)
+    assert found[:, 0].tolist() == [len(x) for x in tensors]
+    assert found[:, 1].tolist() == [len(x) * (i + 1.0) for i, x in enumerate(tensors)]
 
 
-def test_layouts_that_are_kept_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grad_triton, "_walks", {})
-    monkeypatch.setattr(grad_triton, "_MAX_LAYOUTS", 2)
-    for size in (1, 2, 1, 3):
+def test_nothing_is_kept_of_sizes_that_vary(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[torch.Size] = []
+    copy = Tensor.copy_
+    monkeypatch.setattr(Tensor, "copy_", lambda self, *a, **k: copies.append(self.shape) or copy(self, *a, **k))
+    monkeypatch.setattr(Tensor, "to", None)  # which would wait for a GPU
+    kept = {name: id(value) for name, value in vars(grad_triton).items()}
+    for size in (1, 20000, 100000):
         grad_statistics([torch.ones(size)])
-    # the least recently used one went
-    assert [key[0] for key in grad_triton._walks] == [(1,), (3,)]
+    # the tables of one tensor, whatever its size
+    assert copies == [(8, 2)] * 3
+    assert kept == {name: id(value) for name, value in vars(grad_triton).items()}
+
+
+def test_one_place_given_twice_is_refused_before_anything_is_written() -> None:
+    gradient, place, one = torch.ones(3), torch.zeros(3), ONE
+    with pytest.raises(ValueError, match=r"Two gradients have the same place.*Give each place once per call"):
+        grad_pack([gradient] * 2, [place] * 2, [one] * 2, accumulates=True)
+    with pytest.raises(ValueError, match="Two gradients have the same place"):
+        unscale_([gradient, gradient], one)
+    assert place.tolist() == [0.0] * 3
+    assert gradient.tolist() == [1.0] * 3
+    # nothing is written to empty ones, wherever they lie, and what is only read may come twice
+    empty = [place[:0], place[:0], place]
+    grad_pack([gradient[:0], gradient[:0], gradient], empty, [one] * 3)
+    assert grad_statistics([gradient, gradient])[:, 1].tolist() == [3.0, 3.0]
+
+
+def test_a_capture_is_refused_for_what_a_replay_would_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    assert grad_triton._is_capturing(torch.device("cuda"))
+    monkeypatch.setattr(grad_triton, "_is_capturing", lambda _: True)
+    x = [torch.ones(3)]
+    calls: list[Callable[[], object]] = [
+        lambda: grad_pack(x, x, [ONE]),
+        lambda: grad_unpack(x, x, ONE),
+        lambda: unscale_(x, ONE),
+        lambda: grad_statistics(x),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"A CUDA graph is being captured.*Capture PackPlan.launch"):
+            call()
+    plan = PackPlan(x)
+    plan.load(x, [ONE])
+    assert plan.launch() is None
 
 
 def test_a_plan_writes_to_its_places_what_was_loaded_last() -> None:
@@ -182,7 +223,7 @@ def test_only_a_gradient_at_a_worse_address_than_its_place_is_copied() -> None:
     for place, is_copied in ((flat[4:], True), (flat[1:41], False)):
         plan = PackPlan([place])
         plan.load([gradient], factors_of([1.0], FP32))
-        address = int(plan._walk._addresses[0, 0])
+        address = int(plan._walk._tables.sources[0])
         assert (address == gradient.data_ptr()) != is_copied
         assert address % 16 == 0 or not is_copied
         plan.launch()

@@ -57,6 +57,22 @@ def test_unscaled_gradients_are_multiplied_and_counted(inv_scale: torch.Tensor) 
     assert found.tolist() == [0.0, 4501.0, 50 + 35 + 33 + 8 + 9000]
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy, which computes here
+def test_what_overflows_by_the_factor_was_finite() -> None:
+    """As torch's own unscaling says it."""
+    gradient = torch.tensor([3e38, 0.0, 1.0])
+    assert unscale_([gradient], torch.tensor(4.0), counts_zeros=True).tolist() == [0.0, 1.0, 3.0]
+    assert gradient.tolist() == [math.inf, 0.0, 4.0]
+    assert unscale_([gradient], torch.tensor(0.5)).tolist() == [1.0, 0.0, 0.0]
+
+
+def test_marked_conjugates_are_unscaled() -> None:
+    wave = noise(3, dtype=torch.complex64)
+    gradient = wave.clone().conj()
+    unscale_([gradient], torch.tensor(0.5))
+    assert torch.equal(gradient, 0.5 * wave.conj())
+
+
 @pytest.mark.parametrize("planted", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_one_element_that_is_not_finite_is_found(planted: float, index: int) -> None:

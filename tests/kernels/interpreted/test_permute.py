@@ -19,6 +19,7 @@ from tests.kernels.routing import (
     moved,
     plain_moved,
     tables,
+    watch_devices,
 )
 
 
@@ -114,3 +115,13 @@ def test_second_derivatives_equal_those_of_plain_operations(gaps: bool) -> None:
     exact = second(*(t.detach().double().requires_grad_() for t in (x, weights)))
     for found, truth in zip(second(x, weights), exact, strict=True):
         assert (found - truth).norm() <= 20 * torch.finfo(torch.float32).eps * truth.norm()
+
+
+def test_every_launch_is_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which need not be the current one: each kernel runs inside of ``device_of`` some tensor."""
+    inside = watch_devices(monkeypatch, permute_triton)
+    slot, row = tables(5, 3, 2, gaps=False)
+    x, weights = inputs(5, 2, 8, torch.float32)
+    y = unpermute(permute(x, slot, row), weights, slot, row)
+    torch.autograd.grad(y, (x, weights), cotangent_like(y))
+    assert inside == [True] * 7

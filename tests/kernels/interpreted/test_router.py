@@ -17,6 +17,7 @@ from tests.kernels.routing import (
     logits,
     plain_route,
     routed,
+    watch_devices,
 )
 
 
@@ -96,3 +97,10 @@ def test_bad_logits_stay_in_their_row_and_ids_in_range(normalize: bool) -> None:
 
 def test_kernel_is_bitwise_repeatable() -> None:
     assert_bitwise(*(routed(logits(70, 8), 2, normalize=True) for _ in range(2)))
+
+
+def test_every_launch_is_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which need not be the current one: each kernel runs inside of ``device_of`` some tensor."""
+    inside = watch_devices(monkeypatch, router_triton)
+    routed(logits(5, 3), 2, normalize=True)
+    assert inside == [True] * 3
