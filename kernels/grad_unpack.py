@@ -170,14 +170,14 @@ def _unscale_(gradients: Sequence[Tensor], inv_scale: Tensor, counts_zeros: bool
     flag = torch.zeros((), dtype=torch.float32, device=gradients[0].device)
     inv_scale = inv_scale.to(flag.device)
     # a conjugate or a negative that is only marked as one has no real numbers of its own
-    plain = [gradient.resolve_conj().resolve_neg() for gradient in gradients]
+    is_marked = any(gradient.is_conj() or gradient.is_neg() for gradient in gradients)
+    plain = [gradient.resolve_conj().resolve_neg() for gradient in gradients] if is_marked else gradients
     reals = [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in plain]
     for dtype in {real.dtype for real in reals}:
         members = [real for real in reals if real.dtype is dtype]
         torch._amp_foreach_non_finite_check_and_unscale_(members, flag, inv_scale)
-    for gradient, written in zip(gradients, plain, strict=True):
-        if gradient.is_conj() or gradient.is_neg():
-            gradient.copy_(written)
+    for gradient, written in zip(gradients, plain, strict=True) if is_marked else ():
+        gradient.copy_(written)  # onto itself where it is plain, which does nothing
     found = torch.zeros(3, dtype=torch.float64, device=flag.device)
     found[0] = flag
     if counts_zeros:
