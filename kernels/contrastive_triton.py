@@ -201,7 +201,8 @@ def sigmoid_gradients(
         log_scale_sum += row_sums.sum(dtype=torch.float64)
         merged.add(gradient, columns)
     found = merged.scaled(scale * (row_factor / gain))
-    bias_sum, log_scale_sum, pull_M = bias_sum * row_factor, log_scale_sum * row_factor, (pull_M * row_factor).float()
+    log_scale_sum = (log_scale_sum - bias.double().reshape(()) * bias_sum) * row_factor
+    bias_sum, pull_M = bias_sum * row_factor, (pull_M * row_factor).float()
     return found + [bias_sum] * needs_bias + [pull_M] * needs_pull + [log_scale_sum] * needs_log_scale
 
 
