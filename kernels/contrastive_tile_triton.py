@@ -82,6 +82,15 @@ def _store_tile(gradient, g_BC, row, column, M, width, B: tl.constexpr, C: tl.co
 
 
 @triton.jit
+def _store_row_sums(sums, x_BC, B: tl.constexpr):
+    """Sums over the rows of a tile into [programs, B].
+
+    Not their sum: where the logits go into two results, Triton 3.6 fails on sm_100 at a reduction of a vector.
+    """
+    tl.store(sums + tl.program_id(0).to(tl.int64) * B + tl.arange(0, B), tl.sum(x_BC, 1))
+
+
+@triton.jit
 def clip_statistics_kernel(
     image_MD, text_ND, scale, row_top, row_sum, column_top, column_sum, positives_M, M, N, shift,
     D: tl.constexpr, B: tl.constexpr, C: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, WIDENS: tl.constexpr,
@@ -155,7 +164,7 @@ def clip_gradient_kernel(
     width,
     D: tl.constexpr, B: tl.constexpr, C: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
-    """G = a (p - d) + b_j (q - d) of each tile into gradient, [M, width]; 0 in its columns beyond N. Sums of G z."""
+    """G = a (p - d) + b_j (q - d) of each tile into gradient, [M, width]; 0 in its columns beyond N; G z by row."""
     tile_row, tile_column = _place(M, N, B, C)
     row_B = tile_row * B + tl.arange(0, B)
     column_C = tile_column * C + tl.arange(0, C)
@@ -170,7 +179,7 @@ def clip_gradient_kernel(
         is_pair = column_C[None, :] == (row_B + shift)[:, None]
         g_BC = tl.where(is_pair, g_BC - (a + b_C)[None, :], g_BC)
     g_BC = tl.where(has_row[:, None] & has_column[None, :], g_BC, 0.0)
-    tl.store(sums + tl.program_id(0), tl.sum(tl.sum(g_BC * z_BC, 1), 0))
+    _store_row_sums(sums, g_BC * z_BC, B)
     _store_tile(gradient, g_BC, tile_row * B, tile_column * C, M, width, B, C)
 
 
@@ -179,14 +188,14 @@ def _signed_logits(
     image_MD, text_ND, scale, bias, tile_row, tile_column, M, N, shift,
     D: tl.constexpr, B: tl.constexpr, C: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
-    """Z of a tile, y (z + bias) and exp(-|z + bias|)."""
+    """Y (z + bias) of a tile, and exp(-|z + bias|)."""
     row_B = tile_row * B + tl.arange(0, B)
     column_C = tile_column * C + tl.arange(0, C)
     z_BC = _logits(image_MD, text_ND, scale, row_B, column_C, M, N, D, B, C, K, PRECISION, WIDENS)
     signed_BC = -z_BC - tl.load(bias).to(tl.float32)
     if _has_pairs(tile_row * B, tile_column * C, shift, B, C):
         signed_BC = tl.where(column_C[None, :] == (row_B + shift)[:, None], -signed_BC, signed_BC)
-    return z_BC, signed_BC, tl.exp(-tl.abs(signed_BC))
+    return signed_BC, tl.exp(-tl.abs(signed_BC))
 
 
 @triton.jit
@@ -214,7 +223,7 @@ def sigmoid_sum_kernel(
 ):  # fmt: skip
     """The sum of softplus(-y (z + bias)) over each tile, [programs]."""
     tile_row, tile_column = _place(M, N, B, C)
-    _, signed_BC, e_BC = _signed_logits(
+    signed_BC, e_BC = _signed_logits(
         image_MD, text_ND, scale, bias, tile_row, tile_column, M, N, shift, D, B, C, K, PRECISION, WIDENS
     )
     each_BC = _log1p(e_BC) + tl.maximum(-signed_BC, 0.0)  # which may drop NaN, but the logarithm keeps it
@@ -225,20 +234,22 @@ def sigmoid_sum_kernel(
 
 @triton.jit
 def sigmoid_gradient_kernel(
-    image_MD, text_ND, scale, bias, gradient, sums, log_scale_sums, pull_M, M, N, shift, width,
+    image_MD, text_ND, scale, bias, gradient, sums, row_sums, pull_M, M, N, shift, width,
     D: tl.constexpr, B: tl.constexpr, C: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, WIDENS: tl.constexpr,
     GAIN: tl.constexpr,
 ):  # fmt: skip
-    """G = -y sigmoid(-y (z + bias)) of each tile: GAIN times into gradient, [M, width], sums of G and of G z, pairs."""
+    """G = -y sigmoid(-y (z + bias)): GAIN G into gradient, [M, width], its sum, G (z + bias) by row, pairs."""
     tile_row, tile_column = _place(M, N, B, C)
     row_B = tile_row * B + tl.arange(0, B)
     column_C = tile_column * C + tl.arange(0, C)
     has_row, has_column = row_B < M, column_C < N
-    z_BC, signed_BC, e_BC = _signed_logits(
+    signed_BC, e_BC = _signed_logits(
         image_MD, text_ND, scale, bias, tile_row, tile_column, M, N, shift, D, B, C, K, PRECISION, WIDENS
     )
     g_BC = tl.where(signed_BC > 0, e_BC, 1.0) / (1.0 + e_BC)
     g_BC = tl.where(has_row[:, None] & has_column[None, :], g_BC, 0.0)
+    # both without the sign of a pair, and before the branch, so that no tile of logits waits in registers for its end
+    _store_row_sums(row_sums, -g_BC * signed_BC, B)
     if _has_pairs(tile_row * B, tile_column * C, shift, B, C):
         partner_B = row_B + shift
         is_pair = column_C[None, :] == partner_B[:, None]
@@ -246,5 +257,4 @@ def sigmoid_gradient_kernel(
         is_here = has_row & (partner_B >= tile_column * C) & (partner_B < tile_column * C + C)
         tl.store(pull_M + row_B, tl.sum(tl.where(is_pair, g_BC, 0.0), 1), mask=is_here)
     tl.store(sums + tl.program_id(0), tl.sum(tl.sum(g_BC, 1), 0))
-    tl.store(log_scale_sums + tl.program_id(0), tl.sum(tl.sum(g_BC * z_BC, 1), 0))
     _store_tile(gradient, g_BC * GAIN, tile_row * B, tile_column * C, M, width, B, C)

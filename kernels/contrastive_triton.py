@@ -142,7 +142,7 @@ def clip_gradients(
         # by one kernel, since another might round the whole otherwise where the half is asked for
         parts = [(merged, by_column_N, column_factor_N), (half, beyond_N, no_factor_N)]
         for cotangents, column_N, factor_N in parts[: 1 + needs_halves]:
-            weights, sums = (by_row_M, column_N[columns], row_factor, factor_N[columns]), walk.new_sums(columns)
+            weights, sums = (by_row_M, column_N[columns], row_factor, factor_N[columns]), walk.new_row_sums(columns)
             walk.launch(clip_gradient_kernel, columns, (scale, *weights, gradient, sums), gradient.stride(0))
             cotangents.add(gradient, columns)
             if cotangents is merged:
@@ -191,17 +191,18 @@ def sigmoid_gradients(
     row_factor = row_factor.double().reshape(())
     gradient = walk.new_gradient()
     merged = _Cotangents.zeros(walk, needs_image=needs_image, needs_text=needs_text)
-    totals = image_MD.new_zeros(2, dtype=torch.float64)
+    bias_sum, log_scale_sum = image_MD.new_zeros(2, dtype=torch.float64).unbind()
     pull_M = image_MD.new_empty(len(image_MD), dtype=torch.float32)
     for columns in walk.chunks():
-        sums = walk.new_sums(columns, 2)
-        arguments = (scale, bias, gradient, *sums, pull_M)
+        sums, row_sums = walk.new_sums(columns), walk.new_row_sums(columns)
+        arguments = (scale, bias, gradient, sums, row_sums, pull_M)
         walk.launch(sigmoid_gradient_kernel, columns, arguments, gradient.stride(0), GAIN=gain)
-        totals += sums.sum(1, dtype=torch.float64)
+        bias_sum += sums.sum(dtype=torch.float64)
+        log_scale_sum += row_sums.sum(dtype=torch.float64)
         merged.add(gradient, columns)
     found = merged.scaled(scale * (row_factor / gain))
-    bias_sum, log_scale_sum = totals * row_factor
-    pull_M = (pull_M * row_factor).float()
+    log_scale_sum = (log_scale_sum - bias.double().reshape(()) * bias_sum) * row_factor
+    bias_sum, pull_M = bias_sum * row_factor, (pull_M * row_factor).float()
     return found + [bias_sum] * needs_bias + [pull_M] * needs_pull + [log_scale_sum] * needs_log_scale
 
 
@@ -244,9 +245,13 @@ class _Walk:
         """[M, C] with rows that stores of 16 bytes can fill; the last columns are nobody's."""
         return self.images.new_empty(len(self.images), _ceil(self.width, _ALIGNMENT) * _ALIGNMENT)
 
-    def new_sums(self, columns: slice, *number: int) -> Tensor:
-        """[programs], or ``number`` of them, float32."""
-        return self.images.new_empty(*number, self.num_programs(columns), dtype=torch.float32)
+    def new_sums(self, columns: slice) -> Tensor:
+        """[programs], float32."""
+        return self.images.new_empty(self.num_programs(columns), dtype=torch.float32)
+
+    def new_row_sums(self, columns: slice) -> Tensor:
+        """[programs * rows of a tile], float32."""
+        return self.images.new_empty(self.num_programs(columns) * self.tile.rows, dtype=torch.float32)
 
     def launch(self, kernel: Any, columns: slice, arguments: tuple[Tensor, ...], *sizes: int, **constants: Any) -> None:
         """Run a kernel over the tiles of a chunk."""
