@@ -96,27 +96,36 @@ BARS = [
     _measured(BROWSER, "heatmap found in TensorBoard by a browser", "heatmap in TensorBoard", ">=", 1.0),
 ]
 
-_OF_CALLBACKS, _OF_DIRECTIONS = (
-    next(b for b in BARS if b.csv == f"{name}.csv") for name in ("callbacks_time", "direction_sums")
-)
-_OF_STABILITY = next(bar for bar in BARS if bar.csv == "stability.csv")
+
+def _of(name: str) -> Bar:
+    """The first bar of a results file."""
+    return next(bar for bar in BARS if bar.csv == f"{name}.csv")
+
 
 # figures that say how far a bar is from what is possible: (name, bar of the same run, how the row's name begins)
 BESIDE = [
-    ("cost of synchronisation, ours / one flat all-reduce", BARS[1], "sync: (ours - no sync) / flat all-reduce"),
-    ("gradient memory at its peak in backward / gradients", BARS[3], "memory: gradients and buckets, peak"),
-    ("MoE time, ours / Mixtral block of equal FLOPs (narrower)", BARS[7], "ours/mixtral_equal_flops"),
-    ("step time in 16-mixed, now / before loss scales", BARS[9], "step 16-mixed: now / "),
-    ("step time in 16-mixed, local / unified", BARS[9], "step 16-mixed: local / unified"),
-    ("MoE, time of bare GEMMs of the same FLOPs / ours", BARS[7], "share_of_bare_gemms"),
-    ("step time, all callbacks / none, typical step", _OF_CALLBACKS, "step: all callbacks / none, median"),
-    ("loss's backward of 1024 x 256, with the cosine / without", _OF_DIRECTIONS, "backward of 1024 x 256"),
-    ("recall at 1, 30 shuffled batches, rolled back", _OF_STABILITY, "recall: shuffled, rolled back"),
-    ("recall at 1, 30 shuffled batches, only watched", _OF_STABILITY, "recall: shuffled, watched"),
-    ("recall at 1, two spikes of the gradient, rolled back", _OF_STABILITY, "recall: spikes, rolled back"),
-    ("recall at 1, two spikes of the gradient, only watched", _OF_STABILITY, "recall: spikes, watched"),
-    ("deviation of the cosine, shuffled, rolled back", _OF_STABILITY, "cosine: shuffled, rolled back"),
-    ("deviation of the cosine, shuffled, only watched", _OF_STABILITY, "cosine: shuffled, watched"),
-    ("deviation of the cosine, spikes, rolled back", _OF_STABILITY, "cosine: spikes, rolled back"),
-    ("deviation of the cosine, spikes, only watched", _OF_STABILITY, "cosine: spikes, watched"),
+    (
+        "cost of synchronisation, ours / one flat all-reduce",
+        _of("step_time"),
+        "sync: (ours - no sync) / flat all-reduce",
+    ),
+    (
+        "gradient memory at its peak in backward / gradients",
+        _of("gradient_memory"),
+        "memory: gradients and buckets, peak",
+    ),
+    ("MoE time, ours / Mixtral block of equal FLOPs (narrower)", _of("moe_layer"), "ours/mixtral_equal_flops"),
+    ("step time in 16-mixed, now / before loss scales", _of("precision_time"), "step 16-mixed: now / "),
+    ("step time in 16-mixed, local / unified", _of("precision_time"), "step 16-mixed: local / unified"),
+    ("MoE, time of bare GEMMs of the same FLOPs / ours", _of("moe_layer"), "share_of_bare_gemms"),
+    ("step time, all callbacks / none, typical step", _of("callbacks_time"), "step: all callbacks / none, median"),
+    ("loss's backward of 1024 x 256, with the cosine / without", _of("direction_sums"), "backward of 1024 x 256"),
+    ("recall at 1, 30 shuffled batches, rolled back", _of("stability"), "recall: shuffled, rolled back"),
+    ("recall at 1, 30 shuffled batches, only watched", _of("stability"), "recall: shuffled, watched"),
+    ("recall at 1, two spikes of the gradient, rolled back", _of("stability"), "recall: spikes, rolled back"),
+    ("recall at 1, two spikes of the gradient, only watched", _of("stability"), "recall: spikes, watched"),
+    ("deviation of the cosine, shuffled, rolled back", _of("stability"), "cosine: shuffled, rolled back"),
+    ("deviation of the cosine, shuffled, only watched", _of("stability"), "cosine: shuffled, watched"),
+    ("deviation of the cosine, spikes, rolled back", _of("stability"), "cosine: spikes, rolled back"),
+    ("deviation of the cosine, spikes, only watched", _of("stability"), "cosine: spikes, watched"),
 ]
