@@ -12,7 +12,7 @@ OLD_TRITON := 3.6.0
 OLD_VENV := .venv-triton36
 OLD_READY := $(OLD_VENV)/.ready
 
-.PHONY: train test interpreted compiled check lint types layers proof kernel-resources clean
+.PHONY: train test suite interpreted compiled check lint types layers proof kernel-resources clean
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -23,12 +23,11 @@ $(READY): pyproject.toml constraints.txt
 train: $(READY)
 	$(BIN)/python examples/train_clip_moe.py
 
-# the suite mostly waits for its ranks: what Triton's kernels need runs beside it, and is shown behind it
-test: $(READY)
-	@$(MAKE) --no-print-directory --keep-going interpreted compiled > $(VENV)/kernels.log 2>&1 & kernels=$$!; \
-	$(BIN)/python -m pytest; suite=$$?; \
-	wait $$kernels; kernels=$$?; cat $(VENV)/kernels.log; \
-	exit $$((suite || kernels))
+test: suite
+	$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target interpreted compiled
+
+suite: $(READY)
+	$(BIN)/python -m pytest
 
 # Triton's kernels on the CPU, and compiled for GPUs that are not here: a process can do one of both
 interpreted: $(READY)
