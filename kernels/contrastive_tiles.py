@@ -216,6 +216,7 @@ class _LogitGradient:
     def build(
         cls, by_row_M: Tensor, by_column_N: Tensor, row_factor: Tensor, column_factor_N: Tensor, dtype: torch.dtype
     ) -> "_LogitGradient":
+        """Split sums and factors into what an exponential takes and what it is multiplied by, in ``dtype``."""
         row_shift, column_shift = by_row_M.to(dtype), by_column_N.to(dtype)
         row_weight = (row_factor * (row_shift - by_row_M).exp()).to(dtype)
         column_weight = (column_factor_N * (column_shift - by_column_N).exp()).to(dtype)
@@ -262,6 +263,7 @@ class _Cotangents:
     def zeros(
         cls, image_MD: Tensor, text_ND: Tensor, needs_image: bool, needs_text: bool, needs_log_scale: bool = False
     ) -> "_Cotangents":
+        """Start from zeros, contiguous ones as the fake says, for what is needed."""
         is_asked_for = needs_image or needs_text
         # the scale's gradient comes from either, so that one is computed for it alone
         image, text = (

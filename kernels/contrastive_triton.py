@@ -222,6 +222,7 @@ class _Walk:
     def over(
         cls, kernel: str, image_MD: Tensor, text_ND: Tensor, offset: int, chunk_size: int, tile: Tile | None
     ) -> "_Walk":
+        """Lay out features as the tiles of ``kernel`` read them; ``tile`` None takes the one of its target."""
         if image_MD.dtype is not text_ND.dtype:
             image_MD, text_ND = image_MD.float(), text_ND.float()
         dim = image_MD.shape[1]
