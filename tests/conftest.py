@@ -6,6 +6,10 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+# every connection to a TCP store looks up the name of its peer, and glibc waits 5 s for an answer that got lost: with
+# thousands of connections some do. Read by this process and all that it starts, before their first lookup.
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:

@@ -30,7 +30,11 @@ POLL_S = 0.25
 GRACE_S = 3.0  # three of them stay under the 10 s in which the run has to end
 BUSY_GRACES = 2.0  # a rank that computes is not stuck, on a busy machine it is slow: it gets so much longer
 BUSY_S = 0.005  # of computing between two polls; a wait in a collective of gloo takes nothing
+# longest that a rank may take to tell its own error: the store looks up the name of who connects, and a name server
+# that does not answer holds it up for 5 s a time
+TELLING_S = 15.0
 SAVING_S = 60.0  # longest that the others wait for a failing rank that writes what it holds
+PLACE_CALLS = 8  # of the main thread that are shown where a rank is ended
 LOST_POLLS = 4  # polls without an answer after which the store counts as gone
 _STORE_TIMEOUT = timedelta(seconds=5)
 # what a rank sees of another one's end: never the cause, so never what the user should read first
@@ -129,7 +133,7 @@ class FailureWatch:
         self._batch: tuple[int, int] | None = None
         self._is_inside = True
         self._is_starting = True
-        self._is_publishing = False
+        self._telling_since: float | None = None
         self._has_rank_0_left = False
         self._lost = 0
         self._quit = threading.Event()
@@ -157,7 +161,7 @@ class FailureWatch:
         Returns:
             The error to raise instead, when another rank failed first and ``error`` only says that it is gone.
         """
-        self._is_publishing = True
+        self._telling_since = time.monotonic()
         own = first = Failure.of(self.rank, error)
         with suppress(RuntimeError):  # the store is gone: everybody sees that
             store = self._store or self._connect()
@@ -224,7 +228,7 @@ class FailureWatch:
                 self._store = None
                 self._lost += 1
             # a rank that has a cause to tell must not report that the store went first
-            if self._lost >= LOST_POLLS and self.failure is None and not self._is_publishing:
+            if self._lost >= LOST_POLLS and self.failure is None and self._telling_since is None:
                 if self._has_rank_0_left:
                     return
                 self.seen = Failure(0, "no answer: the store of the process group is gone")
@@ -266,6 +270,10 @@ class FailureWatch:
             self._failing_since = None
             return
         now = time.monotonic()
+        if self.own is None and self._telling_since is not None and now - self._telling_since < TELLING_S:
+            # the main thread has an error of its own and waits for the store, not for another rank
+            self._failing_since = None
+            return
         computed_s = _computed_by_main_thread_s()
         if self._failing_since is None or computed_s - self._computed_s > BUSY_S:
             self._stuck_since = now
@@ -283,7 +291,7 @@ class FailureWatch:
 
     def _end(self, why: str) -> None:
         _flush()
-        _write(f"[rank {self.rank}] ended because {why}\n")
+        _write(f"[rank {self.rank}] ended because {why}\n[rank {self.rank}] was at\n{_place_of_main_thread()}")
         if self._before_end is not None:
             with suppress(Exception):
                 self._before_end()
@@ -321,6 +329,12 @@ def _computed_by_main_thread_s() -> float:
     if not hasattr(time, "pthread_getcpuclockid") or main.ident is None or not main.is_alive():
         return 0.0
     return time.clock_gettime(time.pthread_getcpuclockid(main.ident))
+
+
+def _place_of_main_thread() -> str:
+    """The innermost calls of the main thread, as a traceback shows them: mostly the collective that it waits in."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "".join(traceback.format_stack(frame, limit=PLACE_CALLS)) if frame is not None else "  its end\n"
 
 
 def _write(text: str) -> None:

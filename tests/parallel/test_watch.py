@@ -1,4 +1,5 @@
 import os
+import re
 import threading
 import time
 from functools import partial
@@ -13,6 +14,7 @@ from lightning_moeclip.parallel.watch import (
     BUSY_GRACES,
     BUSY_S,
     POLL_S,
+    TELLING_S,
     Failure,
     FailureWatch,
     _computed_by_main_thread_s,
@@ -155,6 +157,8 @@ def test_rank_in_a_collective_is_ended_with_the_traceback_of_the_other(tmp_path:
     assert not (tmp_path / "stayed").exists()
     assert "[rank 0] ended because rank 1 failed with KeyError: 'planted'\nTraceback" in text_of(tmp_path, 0)
     assert 'raise KeyError("planted")' in text_of(tmp_path, 0)
+    place = text_of(tmp_path, 0).split("[rank 0] was at\n")[1]
+    assert re.search(r"in rank_1_fails_and_stays\n +dist\.barrier\(\)", place)
 
 
 def test_a_rank_that_computes_for_ever_is_ended() -> None:
@@ -198,6 +202,41 @@ def test_a_slow_rank_that_computes_has_twice_as_long_as_one_that_is_stuck(
     timeline = Timeline(monkeypatch, watch)
     assert timeline.ends_after_s(up_to_s=9.0, computes_s=computes_s) == grace_s + extra_s
     assert timeline.told == ["rank 1 failed with KeyError: 'planted'\n"]
+
+
+def test_a_rank_that_waits_for_the_store_to_tell_its_error_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = Timeline(monkeypatch, FailureWatch(0, 2, lambda: None, grace_s=0.5))
+    timeline.watch._telling_since = timeline.now
+    assert timeline.ends_after_s(up_to_s=TELLING_S - 1.0) is None
+    timeline.watch.own = FAILURE
+    assert timeline.ends_after_s(up_to_s=9.0) == 1.5  # as long as a rank that was told at once
+
+
+def test_a_rank_that_never_gets_its_error_told_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = Timeline(monkeypatch, FailureWatch(0, 2, lambda: None, grace_s=0.5))
+    timeline.watch._telling_since = timeline.now
+    assert timeline.ends_after_s(up_to_s=30.0) == TELLING_S + 0.5
+
+
+def test_a_rank_tells_its_error_to_a_store_that_answers_later_than_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    watch, other = (FailureWatch(rank, 2, lambda: store, grace_s=0.25) for rank in range(2))
+    watch._key = other._key
+    ended: list[str] = []
+    monkeypatch.setattr(watch, "_end", ended.append)
+    other.publish(planted())
+
+    def answer_late(*record: str) -> bytes:
+        wait_for(lambda: watch.seen)
+        time.sleep(1.0)
+        return store.compare_set(*record)
+
+    watch._store = SimpleNamespace(check=store.check, get=store.get, set=store.set, compare_set=answer_late)
+    watch.start()
+    assert watch.publish(ValueError("my own")) is None
+    assert not ended
+    watch.leave()
+    watch.stop()
 
 
 def test_caught_error_leaves_the_process_alone_until_its_exit_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
