@@ -26,8 +26,9 @@ train: $(READY)
 test: suite
 	$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target interpreted compiled
 
+# whole files at a time: tests of one file share launches; a test that launches ranks takes several cores itself
 suite: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
 # Triton's kernels on the CPU, and compiled for GPUs that are not here: a process can do one of both
 interpreted: $(READY)
