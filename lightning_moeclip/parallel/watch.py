@@ -30,9 +30,9 @@ POLL_S = 0.25
 GRACE_S = 3.0  # three of them stay under the 10 s in which the run has to end
 BUSY_GRACES = 2.0  # a rank that computes is not stuck, on a busy machine it is slow: it gets so much longer
 BUSY_S = 0.005  # of computing between two polls; a wait in a collective of gloo takes nothing
-# longest that a rank may take to tell its own error: the store looks up the name of who connects, and a name server
-# that does not answer holds it up for 5 s a time
-TELLING_S = 15.0
+# longest that the main thread may wait for the store: it looks up the name of who connects, and a name server that does
+# not answer holds it up for 5 s a time
+ASKING_S = 15.0
 SAVING_S = 60.0  # longest that the others wait for a failing rank that writes what it holds
 PLACE_CALLS = 8  # of the main thread that are shown where a rank is ended
 LOST_POLLS = 4  # polls without an answer after which the store counts as gone
@@ -133,7 +133,7 @@ class FailureWatch:
         self._batch: tuple[int, int] | None = None
         self._is_inside = True
         self._is_starting = True
-        self._telling_since: float | None = None
+        self._asking_since: float | None = None
         self._has_rank_0_left = False
         self._lost = 0
         self._quit = threading.Event()
@@ -161,15 +161,15 @@ class FailureWatch:
         Returns:
             The error to raise instead, when another rank failed first and ``error`` only says that it is gone.
         """
-        self._telling_since = time.monotonic()
         own = first = Failure.of(self.rank, error)
-        with suppress(RuntimeError):  # the store is gone: everybody sees that
-            store = self._store or self._connect()
-            if store is not None:
-                # compare_set returns what is there afterwards: the first failure of the run
-                first = _decode(store.compare_set(f"{self._key}/failure", "", json.dumps(asdict(own))))
-        # only now: from here on the watch may end this process
-        self.own = own
+        with self._asking():
+            with suppress(RuntimeError):  # the store is gone: everybody sees that
+                store = self._store or self._connect()
+                if store is not None:
+                    # compare_set returns what is there afterwards: the first failure of the run
+                    first = _decode(store.compare_set(f"{self._key}/failure", "", json.dumps(asdict(own))))
+            # only now: from here on the watch may end this process
+            self.own = own
         if first.rank != self.rank:
             self.seen = self.seen or first
         if self.seen is not None and is_lost_peer(error):
@@ -228,7 +228,7 @@ class FailureWatch:
                 self._store = None
                 self._lost += 1
             # a rank that has a cause to tell must not report that the store went first
-            if self._lost >= LOST_POLLS and self.failure is None and self._telling_since is None:
+            if self._lost >= LOST_POLLS and self.failure is None and self._asking_since is None:
                 if self._has_rank_0_left:
                     return
                 self.seen = Failure(0, "no answer: the store of the process group is gone")
@@ -270,9 +270,9 @@ class FailureWatch:
             self._failing_since = None
             return
         now = time.monotonic()
-        if self.own is None and self._telling_since is not None and now - self._telling_since < TELLING_S:
-            # the main thread has an error of its own and waits for the store, not for another rank
-            self._failing_since = None
+        asking_since = self._asking_since
+        if asking_since is not None and now - asking_since < ASKING_S:
+            self._failing_since = None  # it waits for the store, not for another rank, and begins anew then
             return
         computed_s = _computed_by_main_thread_s()
         if self._failing_since is None or computed_s - self._computed_s > BUSY_S:
@@ -307,8 +307,17 @@ class FailureWatch:
             return f"{waited}ranks {missing} of {self.world_size} have not arrived. {advice}"
         return f"{waited}all {self.world_size} ranks have arrived, but the process group did not come up."
 
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """The main thread has something to tell the store, however long that takes to answer."""
+        self._asking_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._asking_since = None
+
     def _count_saving(self, change: int) -> None:
-        with suppress(RuntimeError):
+        with self._asking(), suppress(RuntimeError):
             if self._store is not None:
                 self._store.add(f"{self._key}/saving", change)
 

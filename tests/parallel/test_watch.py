@@ -2,19 +2,21 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from lightning_moeclip.parallel.watch import (
+    ASKING_S,
     BUSY_GRACES,
     BUSY_S,
     POLL_S,
-    TELLING_S,
     Failure,
     FailureWatch,
     _computed_by_main_thread_s,
@@ -206,19 +208,21 @@ def test_a_slow_rank_that_computes_has_twice_as_long_as_one_that_is_stuck(
 
 def test_a_rank_that_waits_for_the_store_to_tell_its_error_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = Timeline(monkeypatch, FailureWatch(0, 2, lambda: None, grace_s=0.5))
-    timeline.watch._telling_since = timeline.now
-    assert timeline.ends_after_s(up_to_s=TELLING_S - 1.0) is None
-    timeline.watch.own = FAILURE
+    timeline.watch._asking_since = timeline.now
+    assert timeline.ends_after_s(up_to_s=ASKING_S - 1.0) is None
+    timeline.watch.own, timeline.watch._asking_since = FAILURE, None
     assert timeline.ends_after_s(up_to_s=9.0) == 1.5  # as long as a rank that was told at once
 
 
 def test_a_rank_that_never_gets_its_error_told_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = Timeline(monkeypatch, FailureWatch(0, 2, lambda: None, grace_s=0.5))
-    timeline.watch._telling_since = timeline.now
-    assert timeline.ends_after_s(up_to_s=30.0) == TELLING_S + 0.5
+    timeline.watch._asking_since = timeline.now
+    assert timeline.ends_after_s(up_to_s=30.0) == ASKING_S + 0.5
 
 
-def test_a_rank_tells_its_error_to_a_store_that_answers_later_than_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_answers_later_than_the_grace_ends_nobody_who_tells_or_saves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store = HashStore()
     watch, other = (FailureWatch(rank, 2, lambda: store, grace_s=0.25) for rank in range(2))
     watch._key = other._key
@@ -226,17 +230,25 @@ def test_a_rank_tells_its_error_to_a_store_that_answers_later_than_the_grace(mon
     monkeypatch.setattr(watch, "_end", ended.append)
     other.publish(planted())
 
-    def answer_late(*record: str) -> bytes:
-        wait_for(lambda: watch.seen)
-        time.sleep(1.0)
-        return store.compare_set(*record)
+    def late(answer: Callable[..., Any]) -> Callable[..., Any]:
+        def answer_late(*arguments: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                wait_for(lambda: watch.seen)
+                time.sleep(0.25 + 1.0 + 2 * POLL_S)  # the grace of the rank with the cause, and polls to see it
+            return answer(*arguments)
 
-    watch._store = SimpleNamespace(check=store.check, get=store.get, set=store.set, compare_set=answer_late)
+        return answer_late
+
+    watch._store = SimpleNamespace(
+        check=store.check, get=store.get, set=store.set, compare_set=late(store.compare_set), add=late(store.add)
+    )
     watch.start()
     assert watch.publish(ValueError("my own")) is None
-    assert not ended
+    with watch.saving():
+        assert not ended
     watch.leave()
     watch.stop()
+    assert not ended
 
 
 def test_caught_error_leaves_the_process_alone_until_its_exit_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
