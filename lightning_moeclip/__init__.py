@@ -7,6 +7,7 @@ A gradient walks through one corridor::
     modules/    parts for the user's model     state/       what must survive, free of the layout
     monitor/    what the reports mean          callbacks/   who looks on and may act
     strategy.py, precision.py                  the two doors to PyTorch Lightning
+    diagnosis/  explain, verify, doctor: what users ask the package about itself
     testing/    many ranks in one test, and faults to inject
     kernels/    plain-torch truths (and Triton), importable with torch alone
 """

@@ -34,6 +34,11 @@ ALLOWED: dict[str, tuple[set[str], bool]] = {
         {"parallel", "gradients", "modules", "monitor", "state", "precision", "strategy", "binding", "kernels"},
         True,
     ),
+    "diagnosis": (
+        {"parallel", "gradients", "modules", "state", "precision", "strategy", "testing", "binding", "kernels"},
+        True,
+    ),
+    "__main__": (set(), False),  # loads the commands of diagnosis by name
     "registry": (set(), False),
     "__init__": ({"registry"}, False),
 }

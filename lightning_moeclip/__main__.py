@@ -1,0 +1,38 @@
+"""``python -m lightning_moeclip explain | verify | doctor``: what the package says about your model and machine."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+_ABOUT = "What the package says about your model and your machine."
+_COMMANDS = {
+    "explain": "who reduces each parameter, over which ranks and by what it is divided",
+    "verify": "train your module on several ranks and on one, in float64, and compare",
+    "doctor": "look at versions, machine and process groups",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        1 when something is unreduced or wrong, else 0; 2 for input that cannot be used.
+    """
+    parser = argparse.ArgumentParser(prog="python -m lightning_moeclip", description=_ABOUT)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, told in _COMMANDS.items():
+        command = commands.add_parser(name, help=told, description=told)
+        module = import_module(f"lightning_moeclip.diagnosis.{name}_command")
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    args = parser.parse_args(arguments)
+    try:
+        return args.run(args)
+    except (ValueError, TypeError, ImportError) as error:
+        print(f"{args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
