@@ -22,7 +22,7 @@ def write_plan(trainer: Any, explain: Callable[[], Explanation]) -> None:
     if not trainer.is_global_zero or trainer.fast_dev_run:
         return
     try:
-        experiments = [getattr(logger, "experiment", None) for logger in trainer.loggers]
+        experiments: list[Any] = [getattr(logger, "experiment", None) for logger in trainer.loggers]
         writers = [experiment for experiment in experiments if callable(getattr(experiment, "add_text", None))]
         told = explain().to_markdown() if writers else ""
         for writer in writers:
