@@ -230,6 +230,11 @@ def _assumptions(module: nn.Module, strategy: str, family: str, expert_parallel_
             f"{strategy} every rank holds all of them. Give experts that your own code spreads the attribute "
             "allreduce = False, as DeepSpeed does, to have them told apart."
         )
+    if family == "ddp":
+        yield (
+            "Which parameters a loss uses only a step can tell: one that no loss uses, or not on every rank, makes DDP "
+            "fail or wait in the next step. python -m lightning_moeclip verify --strategy ddp takes such steps."
+        )
     if family == "model_parallel":
         yield (
             "ModelParallelStrategy shards what configure_model() shards, and Lightning refuses it for a module that "

@@ -1,6 +1,8 @@
 """Modules of users that hide what they train, and factories of them."""
 
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,6 +114,16 @@ class Built(LightningModule):
 
 def two_towers() -> TwoTowers:
     return TwoTowers()
+
+
+def emoji() -> LightningModule:
+    """The example's task, with the sizes of its data and without the data."""
+    folder = str(Path(__file__).parents[2] / "examples")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as python does for a script in that folder
+    from emoji_clip.training import EmojiTask
+
+    return EmojiTask(num_words=1739, max_words=11, num_pairs=327, total_steps=2)
 
 
 def with_batches() -> tuple[TwoTowers, list[tuple[Tensor, Tensor]]]:

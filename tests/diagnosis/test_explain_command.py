@@ -26,6 +26,28 @@ def test_json_and_towers_and_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["world_size"] == 8
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_example_has_the_numbers_counted_by_hand(size: int, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--world-size", "4", "--expert-parallel-size", str(size), "--json"]
+    assert main(["explain", f"{HERE}:emoji", *arguments]) == 0
+    told = json.loads(capsys.readouterr().out)
+    # norms, qkv, out of two blocks; a perceptron; a router; norm and projection; D is 128
+    tower = 2 * (2 * 256 + 384 * 129 + 128 * 129) + (512 * 129 + 128 * 513) + 4 * 128 + 256 + 128 * 128
+    image, text = 16 * 128 + 128 * (3 * 64 + 1), (11 + 1739) * 128
+    dense, experts = 2 * tower + image + text + 1, 2 * 2 * 4 * 128 * 256 // size
+    assert told["totals_per_rank"]["gradient_bytes"] == 4 * (dense + experts)
+    assert [group["shape"] for group in told["groups"] if group["kind"] == "expert"] == [
+        [4 // size, 128, 256],
+        [4 // size, 256, 128],
+    ] * 2
+    sent = {"dp": 2 * 4 * (dense + (experts if size == 1 else 0)) * 3 / 4}
+    if size == 2:
+        sent["edp"] = 2 * 4 * experts / 2
+    assert told["totals_per_rank"]["sent_bytes"] == pytest.approx(sent)
+    assert sum(group["count"] for group in told["groups"]) == 2 * (2 * 8 + 4 + 3 + 3) + 3 + 2 + 1
+    assert [group["pattern"] for group in told["groups"] if group["tower"] is None] == ["loss.logit_scale"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -1,13 +1,16 @@
 """What stock strategies would do to each kind of parameter."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
 
 from lightning_moeclip import explain
 from lightning_moeclip.binding import pl
-from lightning_moeclip.diagnosis.stock import _RULES, known_strategies, rule_for
+from lightning_moeclip.diagnosis.stock import _RULES, StockParameter, known_strategies, rule_for
 from lightning_moeclip.parallel.explanation import Explanation
+from lightning_moeclip.parallel.roles import ParamRole
 from tests.diagnosis.odd_modules import Built, Lists, Tagged
 from tests.models import TwoTowers
 
@@ -49,9 +52,10 @@ def test_our_fused_experts_are_fine_under_ddp_and_their_size_is_a_note() -> None
     assert found.is_ok
     assert {group.shape for group in found.groups if group.kind == "expert"} == {(4, 6, 8), (4, 8, 6)}
     assert all(group.divisor == 4 for group in found.groups)
-    (note,) = found.notes
-    assert "spreads experts under MoEClipStrategy alone" in note
-    assert explain(TwoTowers(), strategy="ddp").notes == ()
+    spread, used = found.notes
+    assert "spreads experts under MoEClipStrategy alone" in spread
+    assert used.startswith("Which parameters a loss uses only a step can tell")
+    assert explain(TwoTowers(), strategy="ddp_find_unused_parameters_true").notes == ()
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp_cpu_offload", "model_parallel"])
@@ -116,36 +120,21 @@ def test_frozen_parameters_stay_frozen() -> None:
 
 
 def test_every_strategy_that_lightning_knows_and_every_rule_is_met() -> None:
-    registry = import_registry()
-    ours = {name for name in registry if name.startswith(("ddp", "fsdp", "deepspeed", "moeclip"))}
-    assert ours <= set(known_strategies())
+    registry = pl.strategies.StrategyRegistry.available_strategies()
+    multi_process = {name for name in registry if name.startswith(("ddp", "fsdp", "deepspeed", "moeclip"))}
+    assert len(multi_process) > 20
+    assert multi_process <= set(known_strategies())
     for name in known_strategies():
         explain(Built(), strategy=name)
-    # each rule is the first that fits something
-    seen = {id(rule_for(family, parameter)) for family in _families() for parameter in _parameters()}
-    assert seen == {id(rule) for rule in _RULES}
-    assert all(rule.why and rule.source for rule in _RULES if not (rule.is_reduced and rule.is_sound))
-
-
-def import_registry() -> list[str]:
-    return pl.strategies.StrategyRegistry.available_strategies()
-
-
-def _families() -> set[str]:
-    return set(known_strategies().values()) - {"moeclip"}
-
-
-def _parameters() -> list:
-    from itertools import product
-
-    from lightning_moeclip.diagnosis.stock import StockParameter
-    from lightning_moeclip.parallel.roles import ParamRole
-
-    return [
-        StockParameter(ParamRole(None, "dense"), dims, *flags)
-        for dims in (0, 2)
+    # each rule is the first that fits something, and each parameter has a rule
+    families = set(known_strategies().values()) - {"moeclip"}
+    parameters = [
+        StockParameter(ParamRole(None, "dense"), num_dims, *flags)
+        for num_dims in (0, 2)
         for flags in product((False, True), repeat=5)
     ]
+    assert {id(rule_for(family, p)) for family in families for p in parameters} == {id(rule) for rule in _RULES}
+    assert all(rule.why and rule.source for rule in _RULES if not (rule.is_reduced and rule.is_sound))
 
 
 def test_experts_of_a_dict_count_and_a_list_of_blocks_does_not() -> None:
