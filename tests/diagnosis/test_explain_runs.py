@@ -165,5 +165,5 @@ def test_a_table_of_300_parameters_takes_no_time() -> None:
         net = nn.TransformerEncoder(layer, 25, enable_nested_tensor=False)
     start = time.perf_counter()
     explain(net).to_markdown()
-    # 10 ms on 2 shared cores: bound of the whole is 50
+    # 11 ms at the start of a fit of 398 parameters, on 2 shared cores; generous, since others share them here too
     assert time.perf_counter() - start < 0.5
