@@ -23,6 +23,7 @@ from lightning_moeclip.gradients.local_scaling import LocalScaling
 from lightning_moeclip.gradients.region_scales import RegionScales
 from lightning_moeclip.gradients.scaling import AgreedGradScaler, LossScaling, ScalingSettings
 from lightning_moeclip.parallel.checks import warn_on_first_rank
+from lightning_moeclip.parallel.regions import region_names
 from lightning_moeclip.parallel.roles import Towers
 
 __all__ = ["MoEClipPrecision"]
@@ -181,6 +182,10 @@ class MoEClipPrecision(ClippingPrecision):
     def divisors(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """Factors, 0-d each and changed in place, by which gradients inside regions are too large."""
         return {} if self._regions is None else self._regions.divisors(parameters)
+
+    def region_names(self, module: nn.Module, *, towers: Towers | None) -> dict[str, str]:
+        """The region of each parameter in one, by the parameter's path; none where one scale serves all."""
+        return region_names(module, self._settings.regions, towers=towers) if self.is_local else {}
 
     def join(
         self,

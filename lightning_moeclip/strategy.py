@@ -29,9 +29,11 @@ from lightning_moeclip.gradients.report import Attendance, GradReport
 from lightning_moeclip.gradients.stash import StashMode
 from lightning_moeclip.parallel import checks, ledger, precision_checks
 from lightning_moeclip.parallel.agreement import gather_objects, together
+from lightning_moeclip.parallel.explanation import Explanation
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import SyncPlan
 from lightning_moeclip.parallel.roles import Towers, read_roles, undecayed_parameters
+from lightning_moeclip.plan_log import write_plan
 from lightning_moeclip.precision import MoEClipPrecision
 from lightning_moeclip.scale_log import ScaleLog
 from lightning_moeclip.state.broadcast import broadcast_buffers, broadcast_state
@@ -125,6 +127,20 @@ class MoEClipStrategy(WatchedStrategy):
         if self._corridor is None:
             raise RuntimeError("strategy.plan exists while fit runs and after it: read it in on_fit_start or later.")
         return self._corridor.plan
+
+    def explain(self) -> Explanation:
+        """Who reduces which gradients in this run: a table that prints itself. No collective.
+
+        Raises:
+            RuntimeError: there is no run yet.
+        """
+        if self._corridor is None:
+            raise RuntimeError(
+                "strategy.explain() tells of a run, while fit runs and after it: call it in on_fit_start or later. "
+                "Before, write lightning_moeclip.explain(module, world_size=..., expert_parallel_size=...)."
+            )
+        towers = self._settings.towers
+        return self._corridor.explain(self.precision_plugin.region_names(self.lightning_module, towers=towers))
 
     def clip_grad_norm_(self, max_norm: float, *, optimizer: Optimizer | None = None) -> Tensor:
         """Clip by the norm over all ranks, for manual optimization; every rank must call this.
@@ -389,6 +405,11 @@ class MoEClipStrategy(WatchedStrategy):
             yield
         finally:
             reducer.is_paused = before
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        write_plan(self._trainer, self.explain)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

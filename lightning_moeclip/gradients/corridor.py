@@ -17,9 +17,12 @@ from lightning_moeclip.gradients.report import Attendance
 from lightning_moeclip.gradients.stash import StashMode, check_stash
 from lightning_moeclip.gradients.statistics import LayerStatistics
 from lightning_moeclip.parallel import checks
+from lightning_moeclip.parallel.explanation import Explanation, explain_plan
+from lightning_moeclip.parallel.fates import role_outside
 from lightning_moeclip.parallel.mesh import Mesh
-from lightning_moeclip.parallel.plan import SyncPlan, build_plan
-from lightning_moeclip.parallel.roles import ParamRole, Towers, read_roles
+from lightning_moeclip.parallel.plan import SyncPlan, build_plan, plan_parameter
+from lightning_moeclip.parallel.roles import Towers, read_roles
+from lightning_moeclip.parallel.strays import stray_tensors
 
 __all__ = ["CorridorSettings", "GradientCorridor", "optimizer_only_parameters"]
 
@@ -137,8 +140,12 @@ class GradientCorridor:
             self._masters.cover(self._optimizers())
         outside = optimizer_only_parameters(self._module, self._optimizers())
         roles = dict(read_roles(self._module, self._settings.towers))
-        roles |= {name: ParamRole(None, "logit_scale" if p.ndim == 0 else "dense") for name, p in outside.items()}
+        roles |= {name: role_outside(parameter) for name, parameter in outside.items()}
         everything = [*self._module.named_parameters(), *outside.items()]
+        self._everything = tuple(
+            plan_parameter(n, p, roles[n], is_spread=n in self._spread, is_in_module=n not in outside)
+            for n, p in everything
+        )
         trainable = {n: p for n, p in everything if p.requires_grad or (keeps_frozen and id(p) in self._planned)}
         self._planned = frozenset(id(p) for p in trainable.values())
         self.plan: SyncPlan = build_plan(
@@ -217,6 +224,23 @@ class GradientCorridor:
     def rebuild(self) -> None:
         """Make the plan anew between two steps, keeping gradients; every rank calls this at the same point."""
         self._lay_out(keeps_frozen=False)
+
+    def explain(self, regions: Mapping[str, str]) -> Explanation:
+        """What the plan does with each parameter, on this rank and without a collective.
+
+        Args:
+            regions: names by name of the parameter, of those in a region.
+        """
+        outside = optimizer_only_parameters(self._module, self._optimizers())
+        return explain_plan(
+            self.plan,
+            self._everything,
+            self._mesh,
+            strays=stray_tensors(self._module),
+            held={id(parameter): name for name, parameter in outside.items()},
+            regions=regions,
+            wire_dtype=self._settings.gradient_dtype,
+        )
 
     def begin_step(self, *, is_watched: bool = False, is_residual_asked: bool = False) -> None:
         """Before a training step: nothing of an earlier one is under way.

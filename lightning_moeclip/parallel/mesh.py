@@ -69,6 +69,11 @@ class Mesh:
             return tuple(range(self.world_size))
         return tuple(range(self.rank % self.expert_parallel_size, self.world_size, self.expert_parallel_size))
 
+    def replica_sets(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
+        """All sets of ranks that hold the same copy on ``axis``, by their first rank."""
+        ep = 1 if axis == "dp" else self.expert_parallel_size
+        return tuple(tuple(range(first, self.world_size, ep)) for first in range(ep))
+
     @property
     def divisor(self) -> int:
         """Number by which every summed gradient is divided: W, whatever its replica axis.
@@ -77,6 +82,22 @@ class Mesh:
         sums cotangents, so an expert's gradient already holds the part of all ranks that sent it tokens.
         """
         return self.world_size
+
+    @classmethod
+    def imagined(cls, world_size: int, expert_parallel_size: int = 1) -> "Mesh":
+        """The mesh that rank 0 of such a world would build, without groups: to lay out a plan that nobody runs.
+
+        Args:
+            world_size: W.
+            expert_parallel_size: ranks per ``ep`` group; divides the world size.
+
+        Raises:
+            ValueError: there is no such mesh.
+        """
+        if world_size < 1:
+            raise ValueError(f"world_size={world_size} must be at least 1. Write the number of ranks, such as 8.")
+        check_divides(world_size, expert_parallel_size)
+        return cls(world_size, 0, expert_parallel_size, None, {"dp": None, "edp": None})
 
     @classmethod
     def build(cls, expert_parallel_size: int = 1) -> "Mesh":

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_moeclip.parallel.mesh import Axis, Mesh
 from lightning_moeclip.parallel.roles import ParamRole
 
-__all__ = ["BucketPlan", "PlannedParameter", "SyncPlan", "build_plan"]
+__all__ = ["BucketPlan", "PlannedParameter", "SyncPlan", "build_plan", "plan_parameter"]
 
 # a model smaller than a bucket would otherwise wait for its last gradient before anything travels
 _BUCKETS_PER_MODEL = 4
@@ -99,6 +99,28 @@ class SyncPlan:
         return [f"bucket {i}: {p.describe()}" for i, b in enumerate(self.buckets) for p in b.parameters]
 
 
+def plan_parameter(
+    name: str, parameter: nn.Parameter, role: ParamRole, *, is_spread: bool, is_in_module: bool
+) -> PlannedParameter:
+    """How ``parameter`` would be reduced if it is trained.
+
+    Args:
+        name: see ``PlannedParameter``.
+        parameter: as this rank holds it.
+        role: tower and kind.
+        is_spread: this rank holds a slice.
+        is_in_module: the module has it.
+    """
+    return PlannedParameter(
+        name=name,
+        role=role,
+        shape=tuple(parameter.shape),
+        dtype=parameter.grad_dtype or parameter.dtype,  # float32 for a 16-bit parameter with a master
+        axis="edp" if is_spread else "dp",
+        is_in_module=is_in_module,
+    )
+
+
 def build_plan(
     parameters: Mapping[str, nn.Parameter],
     roles: Mapping[str, ParamRole],
@@ -127,13 +149,8 @@ def build_plan(
     devices: list[torch.device] = []
     open_buckets: dict[tuple, int] = {}
     for name, parameter in reversed(list(parameters.items())):
-        planned = PlannedParameter(
-            name=name,
-            role=roles[name],
-            shape=tuple(parameter.shape),
-            dtype=parameter.grad_dtype or parameter.dtype,  # float32 for a 16-bit parameter with a master
-            axis="edp" if name in spread else "dp",
-            is_in_module=name not in optimizer_only,
+        planned = plan_parameter(
+            name, parameter, roles[name], is_spread=name in spread, is_in_module=name not in optimizer_only
         )
         key = (planned.axis, planned.role.kind == "expert", planned.dtype, parameter.device)
         index = open_buckets.get(key)

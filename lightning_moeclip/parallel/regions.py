@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_moeclip.parallel.roles import ParamRole, SpreadableExperts, Towers, read_roles
 
-__all__ = ["RegionSpec", "resolve_regions"]
+__all__ = ["RegionSpec", "region_names", "resolve_regions"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,24 @@ def resolve_regions(
             _check_nested_or_apart(spec, other)
     nested = [replace(spec, ancestors=_ancestors(spec, specs)) for spec in specs]
     return sorted(nested, key=lambda spec: -len(spec.ancestors))
+
+
+def region_names(module: nn.Module, paths: Sequence[str] | None, *, towers: Towers | None = None) -> dict[str, str]:
+    """The region that each parameter in one belongs to, the innermost, by the parameter's path.
+
+    Args:
+        module: the user's module.
+        paths: see ``resolve_regions``.
+        towers: see ``resolve_regions``.
+
+    Raises:
+        ValueError: see ``resolve_regions``.
+    """
+    owner: dict[int, str] = {}
+    for spec in resolve_regions(module, paths, towers=towers):
+        for parameter in spec.parameters:
+            owner.setdefault(parameter, spec.name)  # regions come before the ones that contain them
+    return {name: owner[id(parameter)] for name, parameter in module.named_parameters() if id(parameter) in owner}
 
 
 def _module_at(module: nn.Module, path: str) -> nn.Module:
