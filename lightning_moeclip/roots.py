@@ -32,7 +32,7 @@ def choose_root() -> str:
 
 
 def _is_installed(root: str) -> bool:
-    return find_spec(root.partition(".")[0]) is not None
+    return root in sys.modules or find_spec(root.partition(".")[0]) is not None
 
 
 def _named_from_within() -> Iterator[list[str]]:

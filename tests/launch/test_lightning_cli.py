@@ -1,4 +1,4 @@
-"""LightningCLI builds our strategy, precision, callbacks and layers from class paths, and the strategy from its name."""
+"""LightningCLI builds strategy, precision, callbacks and layers from class paths, and the strategy from its name."""
 
 import sys
 from datetime import timedelta
@@ -19,6 +19,8 @@ from lightning_moeclip.strategy import MoEClipStrategy
 from lightning_moeclip.testing import Rank, on_ranks
 
 LightningCLI = import_module(f"{ROOT}.cli").LightningCLI
+# without .class_path a string is a name to Lightning, also one with dots
+PATH = "--trainer.strategy.class_path=lightning_moeclip"
 CONFIG = """
 trainer:
   accelerator: cpu
@@ -125,7 +127,7 @@ def run_twice(rank: Rank, config: str) -> None:
     named = cli("fit", "--config", config, "--trainer.strategy=moeclip", "--trainer.callbacks=[]")
     assert type(named.trainer.strategy) is MoEClipStrategy
     assert named.trainer.global_step == 2
-    by_path = cli("fit", "--config", config, "--trainer.strategy=lightning_moeclip.MoEClipStrategy")
+    by_path = cli("fit", "--config", config, f"{PATH}.MoEClipStrategy", "--trainer.strategy.timeout=0:30:00")
     # a default that LightningCLI writes out is no choice of the user's
     assert not named.trainer.strategy.has_own_timeout
     assert not by_path.trainer.strategy.has_own_timeout
@@ -144,9 +146,8 @@ def test_cli_builds_all_of_ours_and_what_it_prints_is_a_config_that_runs(
 
 
 def test_cli_refuses_a_wrong_value_with_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    strategy = "--trainer.strategy=lightning_moeclip.MoEClipStrategy"
     with pytest.raises(SystemExit):
-        cli("fit", "--model.moe=torch.nn.Identity", strategy, "--trainer.strategy.stash=eagerly")
+        cli("fit", "--model.moe=torch.nn.Identity", f"{PATH}.MoEClipStrategy", "--trainer.strategy.stash=eagerly")
     told = capsys.readouterr().err
     assert 'Parser key "stash"' in told
     assert all(f"'{mode}'" in told for mode in ("stream", "graph", "sync")), told
