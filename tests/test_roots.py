@@ -89,7 +89,7 @@ def root_of_a_rank(rank: Rank) -> str:
 
 
 def test_the_root_is_the_one_that_this_run_was_started_with(pytestconfig: pytest.Config) -> None:
-    assert ROOT == (OTHER if pytestconfig.pluginmanager.has_plugin(OTHER) else STOCK)
+    assert (OTHER if pytestconfig.pluginmanager.has_plugin(OTHER) else STOCK) == ROOT
 
 
 def test_ranks_of_a_test_and_our_base_classes_have_the_root_of_the_test() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from lightning_moeclip.binding import ROOT
 from lightning_moeclip.diagnosis import doctor_links, doctor_machine, doctor_network, doctor_parity, doctor_versions
@@ -28,7 +29,7 @@ def doctor(*, world_size: int | None = None, expert_parallel_size: int | None = 
         expert_parallel_size: that the job would have; None takes what suits the links.
 
     Raises:
-        ValueError: numbers that do not go together.
+        ValueError: numbers that do not go together, or a process group that is there already.
     """
     return Diagnosis(tuple(examine(world_size=world_size, expert_parallel_size=expert_parallel_size)))
 
@@ -36,6 +37,11 @@ def doctor(*, world_size: int | None = None, expert_parallel_size: int | None = 
 def examine(*, world_size: int | None = None, expert_parallel_size: int | None = None) -> Iterator[Finding]:
     """The findings of ``doctor`` one by one, as they are made."""
     launch = current_launch()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            "doctor makes a process group of its own, and there is one already. Call it before the Trainer is, or run "
+            "python -m lightning_moeclip doctor in the place of the script."
+        )
     world_size, ranks_per_node = _sizes(world_size, launch)
     if expert_parallel_size is not None:
         doctor_links.groups_finding(world_size, expert_parallel_size)  # refuses what does not divide, before all else
@@ -120,11 +126,9 @@ def differences(by_rank: Sequence[Sequence[Finding]]) -> Iterator[Finding]:
     told: dict[Finding, list[int]] = {}
     for rank, findings in enumerate(by_rank):
         for finding in findings:
-            of_first = first.get(finding.name)
-            is_worse = finding.status in ("warning", "error") and (
-                of_first is None or finding.status != of_first.status
-            )
-            if is_worse or (finding.name in _VERSIONS and finding != of_first):
+            before = first.get(finding.name)
+            is_worse = finding.status in ("warning", "error") and (before is None or finding.status != before.status)
+            if is_worse or (finding.name in _VERSIONS and finding != before):
                 told.setdefault(finding, []).append(rank)
     for finding, ranks in told.items():
         where = f"on rank {', '.join(map(str, ranks))}: {finding.found}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_moeclip.binding import ROOT, LightningModule, Trainer
+from lightning_moeclip.binding import FABRIC_ROOT, ROOT, LightningModule, Trainer
 from lightning_moeclip.diagnosis.current_launch import Launch
 from lightning_moeclip.diagnosis.findings import Finding
 from lightning_moeclip.modules import ContrastiveLoss, MoE
@@ -132,7 +132,7 @@ def step_on_rank(rank: int, world_size: int, expert_parallel_size: int, **traine
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Without what Lightning tells of its Trainer, its devices and products that go with it."""
-    loggers = [logging.getLogger(name) for name in (ROOT, ROOT.partition(".")[0], "lightning_fabric")]
+    loggers = [logging.getLogger(name) for name in (ROOT, FABRIC_ROOT)]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
