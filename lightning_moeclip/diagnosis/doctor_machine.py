@@ -37,8 +37,10 @@ def backend_findings() -> list[Finding]:
     count = torch.cuda.device_count()
     if count:
         names = sorted({torch.cuda.get_device_name(index) for index in range(count)})
-        status, advice = ("ok", "") if has_nccl else ("error", "Install torch from PyPI: GPUs talk through NCCL.")
-        return [Finding("backend", status, f"{told}, {count} GPU(s): {', '.join(names)}", advice)]
+        told = f"{told}, {count} GPU(s): {', '.join(names)}"
+        if not has_nccl:
+            return [Finding("backend", "error", told, "Install torch from PyPI: GPUs talk through NCCL.")]
+        return [Finding("backend", "ok", told)]
     if Path("/proc/driver/nvidia/gpus").is_dir() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         advice = "Install torch with CUDA: the command for this driver is on pytorch.org."
         return [Finding("backend", "warning", f"{told}, which sees none of this machine's NVIDIA GPUs", advice)]

@@ -63,7 +63,7 @@ def dtype_named(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """
     if not isinstance(dtype, str):
         return dtype
-    found = getattr(torch, dtype.removeprefix("torch."), None)
+    found = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"gradient_dtype={dtype!r} is not a dtype of torch. Write 'bfloat16' or 'float32', or None.")
     return found
