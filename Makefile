@@ -12,7 +12,7 @@ OLD_TRITON := 3.6.0
 OLD_VENV := .venv-triton36
 OLD_READY := $(OLD_VENV)/.ready
 
-.PHONY: train test suite interpreted compiled check lint types layers proof kernel-resources clean
+.PHONY: train test suite second-root roots interpreted compiled check lint types layers proof kernel-resources clean
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -24,11 +24,19 @@ train: $(READY)
 	$(BIN)/python examples/train_clip_moe.py
 
 test: suite
-	$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target interpreted compiled
+	$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target interpreted compiled second-root
 
 # whole files at a time: tests of one file share launches; a test that launches ranks takes several cores itself
 suite: $(READY)
 	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile
+
+# a process has one of Lightning's two roots, here the other one: what tells most of each part
+second-root: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p pytorch_lightning @tests/second_root.txt
+
+# every test under the other root
+roots: $(READY)
+	$(BIN)/python -m pytest -p pytorch_lightning --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
 # Triton's kernels on the CPU, and compiled for GPUs that are not here: a process can do one of both
 interpreted: $(READY)
@@ -55,7 +63,7 @@ layers: $(READY)
 
 # every long bar: writes tests/benchmarks/results/*.csv with the commit it was measured on; one of them looks at
 # TensorBoard with Debian's chromium, which has to be there (apt-get install chromium)
-proof: $(READY) kernel-resources
+proof: $(READY) kernel-resources roots
 	$(BIN)/python $(PIP) -c constraints.txt -e ".[proof]"
 	$(RUN) -m tests.proof; code=$$?; $(RUN) -m tests.proof.readme; exit $$code
 

@@ -2,31 +2,27 @@
 
 ``lightning`` brings ``lightning.pytorch`` and ``lightning.fabric``; ``pytorch-lightning`` brings
 ``pytorch_lightning`` and ``lightning_fabric``. The two roots reject each other's strategies, so
-everything of ours takes its base classes from here.
+everything of ours takes its base classes from here: a process has one of the two, the one that its program names.
 """
 
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 
-_ROOTS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+from lightning_moeclip.roots import ROOTS, choose_root
 
-
-def _choose_root() -> str:
-    """The root that the program has imported, if it is one of the two; else the first that is installed."""
-    loaded = [root for root in _ROOTS if root in sys.modules]
-    if len(loaded) == 1:
-        return loaded[0]
-    return next((root for root in _ROOTS if find_spec(root.split(".")[0])), "lightning.pytorch")
-
-
-ROOT = _choose_root()
-FABRIC_ROOT = _ROOTS[ROOT]
+ROOT = choose_root()
+FABRIC_ROOT = ROOTS[ROOT]
 
 
 def _pytorch(path: str) -> ModuleType:
     return import_module(f"{ROOT}.{path}")
+
+
+def made_for() -> str:
+    """What an object of ours says of itself where Lightning prints it, as it does when a Trainer refuses it."""
+    other = next(root for root in ROOTS if root != ROOT)
+    return f"made for {ROOT}" + (f": import Trainer and LightningModule from {ROOT}" if other in sys.modules else "")
 
 
 pl = import_module(ROOT)
@@ -67,5 +63,6 @@ __all__ = [
     "TrainerStatus",
     "call",
     "fabric",
+    "made_for",
     "pl",
 ]

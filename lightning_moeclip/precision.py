@@ -16,6 +16,7 @@ from lightning_moeclip.binding import (
     LightningModule,
     MixedPrecision,
     Precision,
+    made_for,
 )
 from lightning_moeclip.clips import ClippingPrecision
 from lightning_moeclip.gradients.clipping import GradientClipper, has_gradients
@@ -130,6 +131,9 @@ class MoEClipPrecision(ClippingPrecision):
         self._regions: LocalScaling | None = None
         self._was_clipped = False
         self._is_update_due = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.precision!r}, {made_for()})"
 
     @property
     def is_local(self) -> bool:

@@ -20,6 +20,7 @@ from lightning_moeclip.binding import (
     Precision,
     TrainerFn,
     TrainerStatus,
+    made_for,
 )
 from lightning_moeclip.gradients.collectives import broadcast_from_first
 from lightning_moeclip.gradients.corridor import CorridorSettings, GradientCorridor, optimizer_only_parameters
@@ -112,7 +113,7 @@ class MoEClipStrategy(WatchedStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self.has_own_timeout = timeout is not default_pg_timeout
+        self.has_own_timeout = timeout != default_pg_timeout  # LightningCLI hands over the default too
         self.expert_parallel_size = expert_parallel_size
         self._settings = CorridorSettings(
             towers, bucket_size_mb, checks.dtype_named(gradient_dtype), idle_expert, stash, wait_window
@@ -120,6 +121,9 @@ class MoEClipStrategy(WatchedStrategy):
         self._is_stand_in = self._is_spoiled = False
         self.report = GradReport()
         self._scale_log = ScaleLog()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(expert_parallel_size={self.expert_parallel_size}, {made_for()})"
 
     @property
     def plan(self) -> SyncPlan:

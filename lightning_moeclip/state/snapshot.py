@@ -14,7 +14,7 @@ from lightning_moeclip.state.finite import checked_names, not_finite
 from lightning_moeclip.state.host_copy import HostCopy, enough_memory, num_bytes_of, places_of, summed_in_copy
 from lightning_moeclip.state.live import LiveState, live_state
 
-__all__ = ["LiveState", "NotFinite", "SnapshotRing", "difference", "live_state"]
+__all__ = ["LiveState", "NotFinite", "SnapshotRing", "difference", "live_state", "memory_bytes", "share_of_memory"]
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -63,7 +63,7 @@ class SnapshotRing:
                 raise ValueError(
                     f"SnapshotRing({name}={value!r}) must be an integer from 1. Leave it out for the default."
                 )
-        self.max_bytes = _memory_bytes() // 2 // ranks_per_node if max_bytes is None else max_bytes
+        self.max_bytes = share_of_memory(ranks_per_node) if max_bytes is None else max_bytes
         self.depth = depth
         self._snapshots: list[_Snapshot] = []  # oldest first
         self._has_warned = False
@@ -206,8 +206,21 @@ def difference(kept: Sequence[str], found: Sequence[str]) -> str:
     return f"was taken {' and '.join(changes) or 'in another order'}"
 
 
-def _memory_bytes() -> int:
-    """Memory of this machine, or of the container that this runs in."""
+def share_of_memory(ranks_per_node: int) -> int:
+    """Bytes that the snapshots of one rank may take together: half of the memory, shared out to the machine's ranks.
+
+    Raises:
+        ValueError: the machine does not tell its memory.
+    """
+    return memory_bytes() // 2 // ranks_per_node
+
+
+def memory_bytes() -> int:
+    """Memory of this machine, or of the container that this runs in.
+
+    Raises:
+        ValueError: the machine does not tell it.
+    """
     try:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
-from lightning_moeclip.binding import Callback, Trainer
+from lightning_moeclip.binding import Callback, Trainer, pl
 from tests.models import TwoTowers, batches, loader, quiet_trainer
+
+Logger = pl.loggers.Logger
 
 
 class NoteTaker(Logger):

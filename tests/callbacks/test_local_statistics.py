@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
-from lightning_moeclip.binding import Callback, Trainer
+from lightning_moeclip.binding import Callback, MixedPrecision, Trainer
 from lightning_moeclip.callbacks import VarianceHeatmap
 from lightning_moeclip.monitor.heatmap import ABSENT, ZERO
 from lightning_moeclip.testing import Rank, on_ranks

@@ -9,16 +9,17 @@ from typing import Any
 import matplotlib.image
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from lightning_moeclip.binding import Callback
+from lightning_moeclip.binding import Callback, pl
 from lightning_moeclip.callbacks import VarianceHeatmap
 from lightning_moeclip.strategy import MoEClipStrategy
 from lightning_moeclip.testing import Rank, on_ranks
 from tests.callbacks.heatmap_runs import NoteTaker, fit, variance_of
 from tests.models import TwoTowers, batches, loader, quiet_trainer, share, train_one_process
+
+CSVLogger, Logger, TensorBoardLogger = pl.loggers.CSVLogger, pl.loggers.Logger, pl.loggers.TensorBoardLogger
 
 
 def events_in(folder: str) -> EventAccumulator:

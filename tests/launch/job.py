@@ -12,14 +12,18 @@ import sys
 import time
 from typing import Any
 
+import tests.launch.same_root  # noqa: F401  # isort: skip
+
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from torch.utils.data import DataLoader
+
+from lightning_moeclip.binding import Callback, LightningModule, Trainer, pl
 
 # the only place that names the strategy under test
 from lightning_moeclip.strategy import MoEClipStrategy as Strategy
 from tests.launch.watchful import Watchful
+
+OnExceptionCheckpoint = pl.callbacks.OnExceptionCheckpoint
 
 
 class UserError(Exception):

@@ -7,6 +7,8 @@ and whether a checkpoint that it saves holds them, or the error that refused the
 import sys
 from typing import Any
 
+import tests.launch.same_root  # noqa: F401  # isort: skip
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
+from lightning_moeclip.binding import LightningModule, Trainer
 from lightning_moeclip.parallel.agreement import gather_objects
 from lightning_moeclip.parallel.watch import FailureWatch
 from lightning_moeclip.strategy import MoEClipStrategy as Strategy

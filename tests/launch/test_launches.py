@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_moeclip.binding import ROOT as LIGHTNING
+
 JOB = Path(__file__).parent / "job.py"
 SPREAD_JOB = JOB.with_name("spread_job.py")
 ROOT = JOB.parent.parent.parent
@@ -70,7 +72,7 @@ class Launch:
         command += [str(job), str(folder), *plan]
         taken = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_", "TORCHELASTIC_")
         env = {name: value for name, value in os.environ.items() if not name.startswith(taken)}
-        env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TEST_ROOT": LIGHTNING}
         if not torchrun:
             env["MASTER_PORT"] = str(free_port())
         # a line and its end in one write, or those of two ranks get mixed

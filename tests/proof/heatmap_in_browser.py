@@ -21,8 +21,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning.pytorch.loggers import TensorBoardLogger
-
+from lightning_moeclip.binding import pl
 from lightning_moeclip.callbacks import VarianceHeatmap
 from tests.benchmarks import measure
 from tests.models import TwoTowers, batches, loader, quiet_trainer
@@ -80,7 +79,7 @@ def playwright_python() -> str:
 def train(folder: Path) -> tuple[int, int]:
     """A short run that logs to ``folder``; returns the height and width at which the heatmap was drawn."""
     callback = VarianceHeatmap(every_n_steps=1, figure_every_n_steps=5)
-    logger = TensorBoardLogger(folder, name="", version="")
+    logger = pl.loggers.TensorBoardLogger(folder, name="", version="")
     trainer = quiet_trainer(1, logger=logger, callbacks=[callback], log_every_n_steps=1)
     trainer.fit(TwoTowers(), loader(batches(NUM_STEPS)))
     height, width, _ = callback.picture.render().shape

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger, Logger
 from torch import Tensor, nn
 
 from lightning_moeclip import MoEClipPrecision
-from lightning_moeclip.binding import LightningModule
+from lightning_moeclip.binding import LightningModule, pl
 from lightning_moeclip.parallel.agreement import gather_objects
 from lightning_moeclip.testing import Rank, on_ranks
 from tests.models import loader, quiet_trainer
+
+CSVLogger, Logger = pl.loggers.CSVLogger, pl.loggers.Logger
 
 NAMES = ("loss_scale/model", "overflow_rate/model", "underflow_rate/model")
 NUM_STEPS = 12
