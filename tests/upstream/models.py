@@ -18,6 +18,7 @@ from tests.models import quiet_trainer
 WIDTH, ROWS = 4, 2
 
 MakeTrainer = Callable[..., Trainer]
+Misconfigured = pl.utilities.exceptions.MisconfigurationException
 
 
 def ours(world_size: int = 1, **arguments: Any) -> Trainer:
