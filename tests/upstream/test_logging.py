@@ -537,6 +537,18 @@ def test_steps_of_evaluation_are_counted_through_all_epochs(num_loaders: int) ->
     assert [step for _, step in written][: 3 * num_loaders] == [*range(3)] * num_loaders
 
 
+@pytest.mark.parametrize("num_loggers", [0, 1, 2])
+def test_a_module_finds_its_loggers_and_places_through_the_trainer(num_loggers: int) -> None:
+    class Looks(Damper):
+        def on_train_start(self) -> None:
+            self.seen = (self.loggers, self.logger, self.global_rank, self.local_rank, self.current_epoch)
+
+    module, loggers = Looks(), [Keeps() for _ in range(num_loggers)]
+    assert module.loggers == []
+    ours(logger=loggers).fit(module)
+    assert module.seen == (loggers, loggers[0] if loggers else None, 0, 0, 0)
+
+
 @pytest.mark.parametrize("error", [None, Planned])
 def test_loggers_are_finalized_after_every_stage_and_told_of_a_failure(error: type | None) -> None:
     class Fails(Damper):

@@ -205,6 +205,55 @@ def test_a_scheduler_has_stepped_before_a_checkpoint_is_saved(interval: str, tmp
     assert state["_step_count"] - 1 == (1 if interval == "epoch" else 3)
 
 
+@pytest.mark.parametrize("at_epoch_end", [False, True])
+def test_two_schedulers_of_one_optimizer_step_at_each_batch_before_a_checkpoint(
+    at_epoch_end: bool, tmp_path: Path
+) -> None:
+    class Saved(Damper):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            self.log("number", float(batch_idx))
+            return self.loss(batch)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = sgd(self)
+            configs = [
+                {"scheduler": plateau(optimizer, patience=0), "interval": "step", "monitor": "number"},
+                {"scheduler": optim.lr_scheduler.StepLR(optimizer, step_size=1), "interval": "step"},
+            ]
+            return [optimizer], configs
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.saved = [dict(state) for state in checkpoint["lr_schedulers"]]
+
+    def script(make: MakeTrainer) -> Any:
+        module = Saved()
+        keeps = pl.callbacks.ModelCheckpoint(tmp_path / make.__name__, save_on_train_epoch_end=at_epoch_end)
+        make(callbacks=[keeps], enable_checkpointing=True).fit(module)
+        return module.saved, weights(module)
+
+    first, second = under_both(script)[0]
+    assert first["last_epoch"] == 3 - (not at_epoch_end)
+    assert second["_step_count"] - 1 == 3
+
+
+@pytest.mark.parametrize("frequency", [1, 2, 5])
+def test_a_scheduler_that_counts_steps_counts_them_over_epochs_as_on_one_device(frequency: int) -> None:
+    class Seven(Damper):
+        def train_dataloader(self) -> Any:
+            return rows(7)
+
+        def configure_optimizers(self) -> Any:
+            return scheduled(self, interval="step", frequency=frequency)
+
+    def script(make: MakeTrainer) -> Any:
+        trainer = make(max_epochs=3)
+        with mock.patch.object(optim.lr_scheduler.StepLR, "step") as steps:
+            trainer.fit(Seven())
+        return steps.call_count - 1
+
+    assert under_both(script) >= 21 // frequency - 2
+
+
 class OwnScheduler:
     """Not torch's; wants the epoch when it steps."""
 

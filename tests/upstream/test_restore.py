@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from lightning_moeclip.binding import Callback, Trainer, fabric, pl
 from lightning_moeclip.testing import Rank, on_ranks
@@ -440,6 +441,35 @@ def test_progress_of_loops_at_an_error_is_that_of_one_device(accumulate: int, st
     progress = under_both(script)["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     assert progress["current"]["ready"] == stop_at + 1
     assert progress["current"]["completed"] == stop_at
+
+
+def test_values_logged_after_a_break_are_those_of_one_device(tmp_path: Path) -> None:
+    class Logs(Resumable):
+        def __init__(self, *, fails: bool) -> None:
+            super().__init__()
+            self.fails = fails
+            self.mean = MeanMetric()
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            if self.fails and batch_idx == 2:
+                raise Planned
+            number = float(batch_idx)
+            self.mean(number)
+            self.log("metric", self.mean, on_step=True, on_epoch=True)
+            self.log("number", number, on_step=True, on_epoch=True, sync_dist=True)
+            return self.loss(batch)
+
+    def script(make: MakeTrainer) -> Any:
+        path = tmp_path / f"{make.__name__}.ckpt"
+        with pytest.raises(Planned):
+            make(callbacks=[SavesOnError(path)]).fit(Logs(fails=True))
+        trainer, module = make(), Logs(fails=False)
+        trainer.fit(module, ckpt_path=path)
+        return dict(trainer.callback_metrics), trainer.global_step, weights(module)
+
+    found, steps, _ = under_both(script)
+    assert steps == 3
+    assert set(found) == {"metric", "metric_step", "metric_epoch", "number", "number_step", "number_epoch"}
 
 
 @pytest.mark.parametrize("which", ["best", "last"])
