@@ -208,7 +208,8 @@ def recorded(base: type, log: list[Any], *, label: str = "", names: Sequence[str
 
         @functools.wraps(inherited)
         def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
-            log.append((label + name, described(args), described(kwargs)))
+            given = args or (True,) if name == "train" else args  # torch's DDP writes out the default
+            log.append((label + name, described(given), described(kwargs)))
             return inherited(self, *args, **kwargs)
 
         hook.__signature__ = inspect.signature(inherited)
