@@ -103,6 +103,7 @@ def left_by(trainer: Trainer, module: Damper) -> dict[str, Any]:
         "place": (trainer.global_step, trainer.current_epoch),
         "loops": trainer.fit_loop.state_dict(),
         "optimizers": [o.state_dict() for o in trainer.optimizers],
+        "hooks": [len(p._post_accumulate_grad_hooks or {}) for p in module.parameters()],
     }
 
 
