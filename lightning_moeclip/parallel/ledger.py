@@ -85,9 +85,11 @@ def stand_in(outputs: Sequence[Tensor], *, device: torch.device) -> Tensor:
         return _StandIn.apply(zero, *outputs)
     edges, zeros = [get_gradient_edge(output) for output in outputs], [torch.zeros_like(output) for output in outputs]
     for node in outputs.checkpoints:
-        for number, made in enumerate(node._input_metadata):
-            edges.append(GradientEdge(node, number))
-            zeros.append(torch.zeros(made.shape, dtype=made.dtype, device=made.device))
+        # one output is enough for the others to get zeros as well; what is no tensor looks like one of no dimension
+        number = next((i for i, made in enumerate(node._input_metadata) if len(made.shape)), 0)
+        made = node._input_metadata[number]
+        edges.append(GradientEdge(node, number))
+        zeros.append(torch.zeros(made.shape, dtype=made.dtype, device=made.device))
     return _StandInForNodes.apply(zero, edges, zeros)
 
 

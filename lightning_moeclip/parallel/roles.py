@@ -83,7 +83,8 @@ class ParamRole:
 def spreadable_layers(module: nn.Module) -> Iterator[tuple[str, SpreadableExperts]]:
     """Layers of ``module`` whose experts can be spread, with their paths."""
     for path, layer in module.named_modules():
-        if isinstance(layer, SpreadableExperts):
+        # not a wrapper that hands on what its layer has, as those of checkpointing and compilation do
+        if isinstance(layer, SpreadableExperts) and hasattr(type(layer), "shard_experts"):
             yield path, layer
 
 
