@@ -67,6 +67,8 @@ class CountingStrategy(GuardedStrategy):
             ("validation", self._trainer.validate_loop),
             ("test", self._trainer.test_loop),
         ):
+            loop._evaluation_step = partial(self._evaluate, loop, stage)
+            loop._store_dataloader_outputs = partial(self._end_loader, loop, stage)
             loop.on_run_end = partial(self._end_evaluation, loop, stage)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -94,16 +96,6 @@ class CountingStrategy(GuardedStrategy):
         """Compare the number of batches over the ranks."""
         super().on_test_start()
         self._begin_evaluation("test", self._trainer.num_test_batches)
-
-    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Count a batch."""
-        super().on_validation_batch_start(batch, batch_idx, dataloader_idx)
-        self._count_evaluated("validation", dataloader_idx)
-
-    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Count a batch."""
-        super().on_test_batch_start(batch, batch_idx, dataloader_idx)
-        self._count_evaluated("test", dataloader_idx)
 
     def _is_counting(self) -> bool:
         return self._watch is not None and not self._allows_empty_loaders()
@@ -139,15 +131,13 @@ class CountingStrategy(GuardedStrategy):
             loader_checks.check_equal_batch_counts(stage, gather_objects(tuple(counts)))
             self._evaluated = [0] * len(counts)
 
-    def _count_evaluated(self, stage: str, index: int) -> None:
-        counts = self._evaluated
-        if counts is None:
-            return
-        self.stop_after_a_failure()
-        if counts[index] == 0:
-            self._note_evaluated(stage, range(index), is_last=True)
-        counts[index] += 1
-        self._note_evaluated(stage, [index], is_last=False)
+    def _evaluate(self, loop: Any, stage: str, batch: Any, batch_idx: int, index: int, *rest: Any) -> None:
+        """What an evaluation loop does with a batch, of the loader ``index``."""
+        if (counts := self._evaluated) is not None:
+            self.stop_after_a_failure()
+            counts[index] += 1
+            self._note_evaluated(stage, [index], is_last=False)
+        type(loop)._evaluation_step(loop, batch, batch_idx, index, *rest)
 
     def _note_evaluated(self, stage: str, indices: Any, *, is_last: bool) -> None:
         assert self._watch is not None, "only a watched run counts"
@@ -156,13 +146,23 @@ class CountingStrategy(GuardedStrategy):
             run = f"{self._num_evaluations}.{index}"
             self._watch.whereabouts.note_batch(stage, run, self._evaluated[index], is_last=is_last)
 
-    def _end_evaluation(self, loop: Any, stage: str) -> Any:
-        """What an evaluation loop does after its last batch; the ranks meet before they reduce metrics."""
+    def _end_loader(self, loop: Any, stage: str) -> None:
+        """What an evaluation loop does after the last batch of a loader; the ranks meet before they reduce metrics."""
         if (counts := self._evaluated) is not None:
-            self._note_evaluated(stage, range(len(counts)), is_last=True)
+            last = max((index for index, count in enumerate(counts) if count), default=0)
+            self._meet_evaluated(stage, counts, range(last + 1))
+        type(loop)._store_dataloader_outputs(loop)
+
+    def _end_evaluation(self, loop: Any, stage: str) -> Any:
+        """What an evaluation loop does after its last loader; those that had no batch have ended as well."""
+        if (counts := self._evaluated) is not None:
+            self._meet_evaluated(stage, counts, range(len(counts)))
             self._evaluated = None
-            loader_checks.check_equal_batch_counts(stage, gather_objects(tuple(counts)))
         return type(loop).on_run_end(loop)
+
+    def _meet_evaluated(self, stage: str, counts: list[int], ended: range) -> None:
+        self._note_evaluated(stage, ended, is_last=True)
+        loader_checks.check_equal_batch_counts(stage, gather_objects(tuple(counts[: len(ended)])))
 
     def _allows_empty_loaders(self) -> bool:
         # a rank without batches does not come here, and its user has said that this is meant
