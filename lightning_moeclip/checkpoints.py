@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_moeclip.batch_counts import CountingStrategy
 from lightning_moeclip.gradients.corridor import optimizer_only_parameters
 from lightning_moeclip.gradients.masters import MasterWeights
-from lightning_moeclip.launch import GuardedStrategy
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.state.broadcast import broadcast_buffers
 from lightning_moeclip.state.canonical import SpreadExperts
@@ -23,7 +23,7 @@ from lightning_moeclip.state.optimizer_parameters import (
 __all__ = ["CheckpointingStrategy"]
 
 
-class CheckpointingStrategy(GuardedStrategy):
+class CheckpointingStrategy(CountingStrategy):
     """Saves whole experts and moments, float32 where there are masters, and takes from a file what this rank holds."""
 
     expert_parallel_size: int

@@ -1,7 +1,6 @@
-"""The part of the strategy that starts and ends a run: launchers, failing ranks, signals, batch counts."""
+"""The part of the strategy that starts and ends a run: launchers, failing ranks, signals."""
 
 import logging
-import math
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -14,7 +13,6 @@ from torch._C._distributed_c10d import Store
 from typing_extensions import override
 
 from lightning_moeclip.binding import DDPStrategy, MultiProcessingLauncher, SubprocessScriptLauncher, TrainerFn, pl
-from lightning_moeclip.parallel import checks
 from lightning_moeclip.parallel.watch import FailureWatch, client_at, client_of
 
 __all__ = ["GuardedStrategy"]
@@ -73,8 +71,6 @@ class GuardedStrategy(DDPStrategy):
     _is_terminated = False
     _has_agreed_to_end = False
     _names_at_connect: frozenset[str] = frozenset()
-    _checked_epoch: int | None = None
-    _ending_ranks: tuple[int, ...] = ()
 
     @property
     def has_failed(self) -> bool:
@@ -95,14 +91,6 @@ class GuardedStrategy(DDPStrategy):
         if any_rank and self._watch is not None:
             self._has_agreed_to_end = True
             self._trainer._signal_connector.received_sigterm = True
-
-    def note_ends(self, ranks: tuple[int, ...]) -> None:
-        """Have the run end after the current batch when the loaders of some ranks end with it, and others go on.
-
-        Args:
-            ranks: whose loader ends with the current batch; the same on all ranks.
-        """
-        self._ending_ranks = ranks
 
     def agree_on_termination(self) -> None:
         """Put ``termination_requested`` into what the ranks reduce next, and see to ``end_if_terminated`` then.
@@ -147,8 +135,6 @@ class GuardedStrategy(DDPStrategy):
         if self._watch is not None:
             self._watch.arrived()
             self._replace_signal_handling()
-            loop = self._trainer.fit_loop.epoch_loop
-            loop.on_advance_end = partial(self._end_batch, loop)
 
     @override
     def setup(self, trainer: Any) -> None:
@@ -210,55 +196,11 @@ class GuardedStrategy(DDPStrategy):
             self.agree_on_termination()
         return output
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Compare the number of batches over the ranks when an epoch starts."""
-        super().on_train_batch_start(batch, batch_idx)
-        self._stop_after_a_failure()
-        epoch = self._trainer.current_epoch
-        if self._watch is not None and (batch_idx == 0 or epoch != self._checked_epoch):
-            self._checked_epoch = epoch
-            self._check_batch_counts("training", [self._trainer.num_training_batches])
-        if self._watch is not None and self._trainer.num_training_batches == math.inf:
-            progress = self._trainer.fit_loop.epoch_loop.batch_progress
-            if not self._allows_empty_loaders():
-                self._watch.note_batch(epoch, progress.current.ready, is_last=progress.is_last_batch)
-
-    def on_validation_start(self) -> None:
-        """Compare the number of batches over the ranks."""
-        super().on_validation_start()
-        trainer = self._trainer
-        counts = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-        self._check_batch_counts("validation", counts)
-
-    def on_test_start(self) -> None:
-        """Compare the number of batches over the ranks."""
-        super().on_test_start()
-        self._check_batch_counts("test", self._trainer.num_test_batches)
-
-    def _stop_after_a_failure(self) -> None:
+    def stop_after_a_failure(self) -> None:
+        """Raise before the next collective when another rank has failed."""
         # sooner than the watch would, and with this rank's hooks: the next collective would not come back
         if self._watch is not None and self._watch.seen is not None:
             raise RuntimeError(f"rank {self.global_rank} was ended because {self._watch.seen.told()}")
-
-    def _check_batch_counts(self, stage: str, counts: list[int | float]) -> None:
-        if self._watch is None or self._allows_empty_loaders():
-            return
-        checks.check_equal_batch_counts(stage, counts)
-
-    def _end_batch(self, loop: Any, data_fetcher: Any) -> None:
-        """What the epoch loop does between the end of a batch and validation, or the next batch."""
-        ending, self._ending_ranks = self._ending_ranks, ()
-        trainer = self._trainer
-        is_over = trainer.should_stop or trainer.received_sigterm or 0 <= loop.max_steps <= loop.global_step
-        # where all ranks stop here, nobody waits for a rank that has no more batches
-        if not is_over and not self._allows_empty_loaders():
-            checks.check_equal_ends(ending, world_size=trainer.world_size, num_batches=loop.batch_idx + 1)
-        type(loop).on_advance_end(loop, data_fetcher)
-
-    def _allows_empty_loaders(self) -> bool:
-        # a rank without batches does not come here, and its user has said that this is meant
-        sources = (self.lightning_module, self._trainer.datamodule)
-        return any(getattr(s, "allow_zero_length_dataloader_with_multiple_devices", False) for s in sources)
 
     def refuse_lost_parameters(self, names: Sequence[str], *, why: str) -> None:
         """Refuse parameters that only the launched processes have.
@@ -287,8 +229,6 @@ class GuardedStrategy(DDPStrategy):
             self._watch.stop()
             self._watch = None
         self._is_terminated = self._has_agreed_to_end = False
-        self._checked_epoch = None
-        self._ending_ranks = ()
         self.set_world_ranks()
         world_size = dist.get_world_size() if dist.is_initialized() else self.world_size
         if world_size == 1:

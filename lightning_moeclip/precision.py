@@ -23,9 +23,9 @@ from lightning_moeclip.gradients.clipping import GradientClipper, has_gradients
 from lightning_moeclip.gradients.local_scaling import LocalScaling
 from lightning_moeclip.gradients.region_scales import RegionScales
 from lightning_moeclip.gradients.scaling import AgreedGradScaler, LossScaling, ScalingSettings
-from lightning_moeclip.parallel.checks import warn_on_first_rank
 from lightning_moeclip.parallel.regions import region_names
 from lightning_moeclip.parallel.roles import Towers
+from lightning_moeclip.parallel.rules import warn_on_first_rank
 
 __all__ = ["MoEClipPrecision"]
 

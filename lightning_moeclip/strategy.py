@@ -24,28 +24,27 @@ from lightning_moeclip.binding import (
 )
 from lightning_moeclip.gradients.collectives import broadcast_from_first
 from lightning_moeclip.gradients.corridor import CorridorSettings, GradientCorridor, optimizer_only_parameters
-from lightning_moeclip.gradients.master_parameter import parameter_names
 from lightning_moeclip.gradients.masters import MasterWeights
 from lightning_moeclip.gradients.report import Attendance, GradReport
 from lightning_moeclip.gradients.stash import StashMode
 from lightning_moeclip.parallel import checks, ledger, precision_checks
-from lightning_moeclip.parallel.agreement import gather_objects, together
+from lightning_moeclip.parallel.agreement import together
 from lightning_moeclip.parallel.explanation import Explanation
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import SyncPlan
-from lightning_moeclip.parallel.roles import Towers, read_roles, undecayed_parameters
+from lightning_moeclip.parallel.roles import Towers
 from lightning_moeclip.plan_log import write_plan
 from lightning_moeclip.precision import MoEClipPrecision
 from lightning_moeclip.scale_log import ScaleLog
+from lightning_moeclip.setup_checks import CheckedStrategy
 from lightning_moeclip.state.broadcast import broadcast_buffers, broadcast_state
 from lightning_moeclip.state.canonical import SpreadExperts, spread_names
 from lightning_moeclip.state.optimizer_parameters import placement
-from lightning_moeclip.watching import WatchedStrategy
 
 __all__ = ["MoEClipStrategy"]
 
 
-class MoEClipStrategy(WatchedStrategy):
+class MoEClipStrategy(CheckedStrategy):
     """Data- and expert-parallel training with the gradients of one process.
 
     Args:
@@ -190,8 +189,7 @@ class MoEClipStrategy(WatchedStrategy):
         self._loaded = None
         # nothing is reduced outside fit: no wrapper, and no broadcast over experts that differ
         super(DDPStrategy, self).setup(trainer)
-        with together():
-            self._check_no_foreign_slices()
+        self.check_outside_fit()
         if self._experts is not None:
             self._experts.gather(masters=self._masters)
         broadcast_state(self.lightning_module, self.mesh)
@@ -204,30 +202,13 @@ class MoEClipStrategy(WatchedStrategy):
     def configure_ddp(self) -> None:
         """Give every rank the same weights, then its own experts; runs before the optimizers are made."""
         module = self.lightning_module
-        with together():
-            checks.check_strided_gradients(module)
-            precision_checks.check_wire_dtype(self._settings.gradient_dtype, is_local=self.precision_plugin.is_local)
-            read_roles(module, self._settings.towers)
-            if self._experts is not None:
-                checks.check_spreadable(module, self.expert_parallel_size)
-            self._check_no_foreign_slices()
-        if self.world_size > 1:
-            checks.warn_of_batch_norm(module)
+        self.check_before_spreading()
         broadcast_state(module, self.mesh)
         with together():
             self.precision_plugin.open_regions(module, towers=self._settings.towers, device=self.root_device)
         if self._experts is not None:
             for root in [module, *self._copies_in_callbacks()]:
                 self._experts.spread(root)
-
-    def _check_no_foreign_slices(self) -> None:
-        for root in [self.lightning_module, *self._copies_in_callbacks()]:
-            checks.check_no_foreign_slices(root, self.mesh.experts)
-
-    def _copies_in_callbacks(self) -> list[nn.Module]:
-        """Modules that callbacks hold, such as the averages of ``WeightAveraging``, made before the experts spread."""
-        values = [value for callback in self._trainer.callbacks for value in vars(callback).values()]
-        return [v for v in values if isinstance(v, nn.Module) and v is not self.lightning_module]
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:
@@ -237,19 +218,9 @@ class MoEClipStrategy(WatchedStrategy):
         if self._corridor is not None:
             self._corridor.detach()
         module, optimizers = self.lightning_module, self._plain_optimizers()
-        roles = read_roles(module, self._settings.towers)
-        with together():
-            precision_checks.check_16_bit_parameters(
-                dict(module.named_parameters()),
-                roles,
-                has_masters=self.precision_plugin.has_master_weights,
-                is_scaled=self.precision_plugin.scaler is not None,
-            )
+        self.check_parameters()
         self._make_masters(digits | self.precision_plugin.take_originals())
-        names = parameter_names(module, optimizers)
-        checks.check_one_optimizer_each(optimizers, names)
-        precision_checks.check_epsilon_in_float16(optimizers, names)
-        checks.warn_of_scale_decay(optimizers, names, roles, undecayed_parameters(module))
+        self.check_optimizers(optimizers)
         self._corridor = GradientCorridor(
             module,
             self._plain_optimizers,
@@ -260,6 +231,8 @@ class MoEClipStrategy(WatchedStrategy):
             divisors=lambda: self.precision_plugin.divisors(dict(module.named_parameters())),
             on_finished=self._note_reduction,
         )
+        if self._watch is not None:
+            self._watch.whereabouts.follow(self._corridor.place)
         self.report = GradReport()
         self.precision_plugin.join(
             self._corridor_clipper,
@@ -287,10 +260,7 @@ class MoEClipStrategy(WatchedStrategy):
         self._masters.take(originals)
         self._masters.take(self._by_parameter(loaded))
         if not len(self._masters):
-            checks.warn_on_first_rank(
-                f"master_weights=True with precision={self.precision_plugin.precision!r}: the optimizers hold no "
-                "16-bit parameter, so there are no masters. Write precision='16-true' or 'bf16-true', or leave it out."
-            )
+            precision_checks.warn_of_no_masters(self.precision_plugin.precision)
 
     def _corridor_clipper(self) -> Any:
         return None if self._corridor is None else self._corridor.clipper
@@ -313,11 +283,7 @@ class MoEClipStrategy(WatchedStrategy):
             self.precision_plugin.convert_parameter(parameter)
             parameter.data = parameter.data.to(self.root_device)
         broadcast_from_first(outside.values(), self.mesh.gradient_groups["dp"])
-        checks.warn_on_first_rank(
-            f"{len(outside)} parameter(s) are in an optimizer and not in the LightningModule ({', '.join(outside)}). "
-            "They are reduced over ranks and saved for ckpt_path=..., but load_from_checkpoint will not see them: "
-            "make them attributes of the module."
-        )
+        checks.warn_of_optimizer_only(list(outside))
         return {id(p): before[id(p)] for p in outside.values() if p.dtype is not before[id(p)].dtype}
 
     @override
@@ -329,15 +295,16 @@ class MoEClipStrategy(WatchedStrategy):
         reducer = None if self._corridor is None else self._corridor.reducer
         if reducer is not None:
             reducer.is_last_batch = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        with self._in_step(), ledger.recording() as outputs:
+        with self._in_step(), ledger.recording() as page:
             output = super().training_step(*args, **kwargs)
+        self.check_checkpointing(page)
         module = self.lightning_module
         if output is not None or not module.automatic_optimization or self.world_size == 1:
             return output
         # the other ranks' backward waits in collectives of the layers that this rank has run
         self._is_stand_in = True
-        self._is_spoiled = not all(bool(o.detach().isfinite().all()) for o in outputs)
-        return ledger.stand_in(outputs, device=self.root_device)
+        self._is_spoiled = not all(bool(o.detach().isfinite().all()) for o in [*page, *page.hidden])
+        return ledger.stand_in(page, device=self.root_device)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -414,13 +381,6 @@ class MoEClipStrategy(WatchedStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         write_plan(self._trainer, self.explain)
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        corridor = self._corridor
-        if batch_idx == 0 and corridor is not None and any(gather_objects(corridor.is_outdated())):
-            corridor.rebuild()
 
     @override
     def on_validation_start(self) -> None:

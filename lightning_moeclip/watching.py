@@ -20,6 +20,7 @@ from lightning_moeclip.gradients.corridor import GradientCorridor
 from lightning_moeclip.gradients.report import GradReport, Verdict
 from lightning_moeclip.parallel import checks
 from lightning_moeclip.parallel.agreement import gather_objects
+from lightning_moeclip.parallel.rules import warn_on_first_rank
 from lightning_moeclip.state.consistency import compare_replicas, resync_replicas
 from lightning_moeclip.state.replicated import ReplicatedState
 
@@ -205,7 +206,7 @@ class WatchedStrategy(CheckpointingStrategy):
         is_asked = self._corridor is not None and self._corridor.statistics.is_asked
         if (is_asked or self._holders) and not self._has_told_of_raw_steps:
             self._has_told_of_raw_steps = True
-            checks.warn_on_first_rank(
+            warn_on_first_rank(
                 f"{type(optimizer).__name__}.step() was called past Lightning: no hook comes before such a step, and "
                 "callbacks neither see nor judge it. Step what self.optimizers() returns, without "
                 "use_pl_optimizer=False."

@@ -23,6 +23,7 @@ from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import SyncPlan, build_plan, plan_parameter
 from lightning_moeclip.parallel.roles import Towers, read_roles
 from lightning_moeclip.parallel.strays import stray_tensors
+from lightning_moeclip.parallel.whereabouts import Place
 
 __all__ = ["CorridorSettings", "GradientCorridor", "optimizer_only_parameters"]
 
@@ -187,7 +188,7 @@ class GradientCorridor:
         if previous is not None:
             self.reducer.adopt(previous)
             self.reducer.is_termination_requested = previous.is_termination_requested
-            self.reducer.step = previous.step
+            self.reducer.place = previous.place
             self.reducer.is_residual_asked, self.reducer.residual = previous.is_residual_asked, previous.residual
 
     def _lay_out_within_step(self) -> None:
@@ -254,8 +255,7 @@ class GradientCorridor:
             self._masters.cover(self._optimizers())
             self._masters.settle()
         if self.reducer is not None:
-            self.reducer.abandon()
-            self.reducer.step += 1
+            self.reducer.begin_step()
             self.reducer.is_residual_asked = is_residual_asked
 
     def begin(self, *, is_live: bool = True, is_spoiled: bool = False) -> None:
@@ -277,6 +277,10 @@ class GradientCorridor:
         """After a backward: the reduced gradients are in ``.grad``. Nothing while paused or on one process."""
         if self.reducer is not None:
             self.reducer.finish()
+
+    def place(self) -> Place:
+        """Where this rank is on the way of its gradients; may be asked from another thread."""
+        return Place() if self.reducer is None else self.reducer.place
 
     def detach(self) -> None:
         """Remove every hook."""

@@ -9,9 +9,9 @@ from lightning_moeclip.gradients.boundary import Region, attach, forget_compiled
 from lightning_moeclip.gradients.graph_check import find_leaks
 from lightning_moeclip.gradients.master_parameter import model_parameter
 from lightning_moeclip.gradients.region_scales import RegionScales
-from lightning_moeclip.parallel.checks import warn_on_first_rank
 from lightning_moeclip.parallel.regions import resolve_regions
 from lightning_moeclip.parallel.roles import Towers
+from lightning_moeclip.parallel.rules import warn_on_first_rank
 
 __all__ = ["LocalScaling"]
 

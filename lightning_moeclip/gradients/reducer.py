@@ -4,6 +4,7 @@ The end of a reduction reads one small reduced vector on the host, the roll call
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -19,6 +20,7 @@ from lightning_moeclip.gradients.stash import GradStash, StashMode, passage_for
 from lightning_moeclip.gradients.statistics import LayerStatistics
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import SyncPlan
+from lightning_moeclip.parallel.whereabouts import Place
 
 __all__ = ["Reducer"]
 
@@ -32,7 +34,8 @@ class Reducer:
             are those of a parameter that was not used.
         is_termination_requested: goes into the roll call, so that all ranks learn of it.
         is_last_batch: this rank's loader ends with the batch at hand; goes into the roll call too.
-        step: number of training steps that this rank has begun, which must be the same on all ranks.
+        place: training steps that this rank has begun and reductions that it has entered, which must be the same on
+            all ranks.
         is_residual_asked: the next reduction compares a sample with float32; the same on all ranks.
         residual: what that comparison found, until the next reduction; None when there was none.
     """
@@ -119,7 +122,7 @@ class Reducer:
         self.is_live = True
         self.is_termination_requested = False
         self.is_last_batch = False
-        self.step = 0
+        self.place = Place()
         self.is_residual_asked = False
         self.residual: ReductionResidual | None = None
         self._next = 0
@@ -151,6 +154,11 @@ class Reducer:
         self._handles.clear()
         self._accumulators.clear()
 
+    def begin_step(self) -> None:
+        """Before a training step: nothing of an earlier one is under way."""
+        self.abandon()
+        self.place = replace(self.place, step=self.place.step + 1)
+
     def begin(self, *, is_live: bool = True, is_spoiled: bool = False) -> None:
         """Say that ``finish`` will be called after this backward.
 
@@ -161,9 +169,15 @@ class Reducer:
         """
         self.abandon()
         self._is_driven = True
+        if not self.is_paused:
+            self._enter_reduction()
         self.is_live = is_live
         self._was_live |= is_live
         self._was_spoiled |= is_spoiled
+
+    def _enter_reduction(self) -> None:
+        if not self.place.is_reducing:
+            self.place = replace(self.place, num_reductions=self.place.num_reductions + 1, is_reducing=True)
 
     def abandon(self) -> None:
         """Forget a backward that an exception ended before its reduction; what the ranks launched comes to its end."""
@@ -173,6 +187,8 @@ class Reducer:
                 bucket.catch_up()
             self._close()
         self._is_driven = self._is_aborted = False
+        if self.place.is_reducing:
+            self.place = replace(self.place, num_paused=0, is_reducing=False)
 
     def abort(self) -> None:
         """Note that an exception ended a backward; nothing is waited for, since the other ranks may not come."""
@@ -258,10 +274,12 @@ class Reducer:
 
         Every rank must call this after the same backward, with or without gradients of its own.
         """
-        self._is_driven = False
+        is_driven, self._is_driven = self._is_driven, False
         self.is_live = True
         if self.is_paused:
+            self.place = replace(self.place, num_paused=self.place.num_paused + is_driven)
             return
+        self._enter_reduction()
         self._watch_or_not()
         sample = self._watch() if self._is_watched else None
         for bucket in self._order[self._next :]:
@@ -269,6 +287,7 @@ class Reducer:
         if self.roll_call.vector.is_cuda:
             self._stash.flush()  # waits for nothing on the host, and puts the roll call behind all sums on every rank
         totals = self.roll_call.call(self._answer())
+        self.place = replace(self.place, num_paused=0, is_reducing=False)
         self._stash.flush()
         for bucket in self._order:
             bucket.rehearse()
@@ -290,7 +309,7 @@ class Reducer:
 
     def _watch(self) -> ResidualSample | None:
         """Read the gradients of this rank as they go into the sum."""
-        sample = ResidualSample(self._mesh, seed=self.step) if self.is_residual_asked else None
+        sample = ResidualSample(self._mesh, seed=self.place.step) if self.is_residual_asked else None
         statistics = self._statistics if self._statistics is not None and self._statistics.is_asked else None
         for bucket in self._order:
             bucket.close()
@@ -303,7 +322,8 @@ class Reducer:
 
     def _answer(self) -> Answer:
         return Answer(
-            step=self.step,
+            step=self.place.step,
+            num_paused=self.place.num_paused,
             is_live=self._was_live,
             is_spoiled=self._was_spoiled,
             num_late=sum(slot.is_late for slot in self._slots),

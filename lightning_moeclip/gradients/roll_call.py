@@ -11,12 +11,15 @@ import torch
 
 from lightning_moeclip.gradients.collectives import sum_over
 from lightning_moeclip.gradients.rank_flags import flag_fields, flagged_ranks, num_flag_fields
+from lightning_moeclip.parallel.agreement import gather_objects
 from lightning_moeclip.parallel.mesh import Mesh
+from lightning_moeclip.parallel.step_checks import lone_pause
 
 __all__ = ["NUM_FIELDS", "Answer", "RollCall", "Totals"]
 
 # fields before the presence of each parameter; flags of more than 52 ranks take further ones
-_STEP, _STEP_SQUARED, _LIVE, _SPOILED, _LATE, _UNPLANNED, _TERMINATE, _LAST_BATCH, NUM_FIELDS = range(9)
+_STEP, _STEP_SQUARED, _PAUSED, _PAUSED_SQUARED, _LIVE, _SPOILED, _LATE, _UNPLANNED, _TERMINATE, _LAST_BATCH = range(10)
+NUM_FIELDS = _LAST_BATCH + 1
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class Answer:
 
     Attributes:
         step: number of training steps that it has begun.
+        num_paused: backwards since the last reduction whose gradients it has kept to itself.
         is_live: its loss counts.
         is_spoiled: it gave up a loss that was not finite, after it had sent such values to others.
         num_late: gradients that came after their bucket was launched.
@@ -35,6 +39,7 @@ class Answer:
     """
 
     step: int
+    num_paused: int
     is_live: bool
     is_spoiled: bool
     num_late: int
@@ -87,14 +92,16 @@ class RollCall:
         """Sum what the ranks say; every rank must call this after the same backward.
 
         Raises:
-            RuntimeError: on every rank, when they are in different steps.
+            RuntimeError: on every rank, when they are in different steps, or some have kept to themselves what others
+                have not.
         """
         world_size = self._mesh.world_size
         self.vector.copy_(torch.tensor(self._written(answer), dtype=torch.float64))
         totals = sum_over(self.vector, self._mesh.gradient_groups["dp"]).tolist()
         ending = flagged_ranks(totals[_LAST_BATCH : self._num_fields])
-        if world_size * totals[_STEP_SQUARED] != totals[_STEP] ** 2:
-            raise RuntimeError(_told_apart(answer.step, totals[_STEP] / world_size, ending))
+        if any(world_size * totals[i + 1] != totals[i] ** 2 for i in (_STEP, _PAUSED)):
+            # all ranks see it in the same sums, so all of them come here
+            raise RuntimeError(_told_apart(gather_objects((answer.step, answer.num_paused)), ending))
         presence = totals[self._num_fields :]
         return Totals(
             num_live=int(totals[_LIVE]),
@@ -111,6 +118,7 @@ class RollCall:
         world_size = self._mesh.world_size
         fields = [0.0] * self._num_fields
         fields[_STEP], fields[_STEP_SQUARED] = float(answer.step), float(answer.step**2)
+        fields[_PAUSED], fields[_PAUSED_SQUARED] = float(answer.num_paused), float(answer.num_paused**2)
         fields[_LIVE], fields[_SPOILED] = float(answer.is_live), float(answer.is_spoiled)
         fields[_LATE], fields[_UNPLANNED] = float(answer.num_late), float(answer.num_unplanned)
         fields[_TERMINATE] = float(answer.is_termination_requested)
@@ -119,7 +127,20 @@ class RollCall:
         return fields + [float(n and (1 if n == 1 else world_size + 1)) for n in answer.num_fired]
 
 
-def _told_apart(step: int, mean: float, ending: tuple[int, ...]) -> str:
+def _told_apart(by_rank: Sequence[tuple[int, int]], ending: tuple[int, ...]) -> str:
+    """What is wrong with ranks that have come to one reduction by different ways.
+
+    Args:
+        by_rank: step of each rank, and backwards whose gradients it kept to itself before this reduction.
+        ending: ranks whose loaders have ended.
+    """
+    if not ending and len({num_paused for _, num_paused in by_rank}) > 1:
+        return lone_pause(
+            ", ".join(
+                f"rank {rank}: step {step}, {num_paused} kept since the last reduction"
+                for rank, (step, num_paused) in enumerate(by_rank)
+            )
+        )
     cause = (
         f"The loaders of ranks {list(ending)} have ended. Where gradients accumulate, a rank steps on its last batch "
         "while the others go on: give every rank the same number of batches."
@@ -127,6 +148,5 @@ def _told_apart(step: int, mean: float, ending: tuple[int, ...]) -> str:
         else "A rank has left out a backward. In manual optimization every rank calls backward equally often: let one "
         "that has no loss call it on a zero."
     )
-    return (
-        f"The ranks reduce gradients of different steps: this rank is in step {step}, and {mean:g} is the mean. {cause}"
-    )
+    steps = ", ".join(f"rank {rank} is in step {step}" for rank, (step, _) in enumerate(by_rank))
+    return f"The ranks reduce gradients of different steps: {steps}. {cause}"

@@ -1,22 +1,19 @@
-"""Rules that a configuration must keep, each an error or a warning that says what to write instead."""
+"""Checks of the strategy's arguments, of the model and of its optimizers; each says what to write instead."""
 
 import math
-import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_moeclip.parallel import rules
 from lightning_moeclip.parallel.agreement import gather_objects
 from lightning_moeclip.parallel.mesh import ExpertAxis
 from lightning_moeclip.parallel.roles import ParamRole, spreadable_layers
 
 __all__ = [
     "check_at_least_one",
-    "check_equal_batch_counts",
-    "check_equal_ends",
     "check_no_foreign_slices",
     "check_one_optimizer_each",
     "check_same_on_all_ranks",
@@ -24,10 +21,9 @@ __all__ = [
     "check_strided_gradients",
     "dtype_named",
     "refuse_ddp_arguments",
-    "unequal_batch_counts",
     "warn_of_batch_norm",
+    "warn_of_optimizer_only",
     "warn_of_scale_decay",
-    "warn_on_first_rank",
 ]
 
 _DDP_ARGUMENTS = {
@@ -52,7 +48,11 @@ def refuse_ddp_arguments(arguments: Mapping[str, object]) -> None:
     """
     for name, value in arguments.items():
         advice = _DDP_ARGUMENTS.get(name, "no such argument: see help(MoEClipStrategy)")
-        raise TypeError(f"MoEClipStrategy({name}={value!r}): gradients do not pass through torch's DDP; {advice}.")
+        raise TypeError(
+            rules.DDP_ARGUMENT.told(
+                f"MoEClipStrategy({name}={value!r}): gradients do not pass through torch's DDP; {advice}."
+            )
+        )
 
 
 def dtype_named(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -65,7 +65,11 @@ def dtype_named(dtype: torch.dtype | str | None) -> torch.dtype | None:
         return dtype
     found = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"gradient_dtype={dtype!r} is not a dtype of torch. Write 'bfloat16' or 'float32', or None.")
+        raise ValueError(
+            rules.UNKNOWN_DTYPE.told(
+                f"gradient_dtype={dtype!r} is not a dtype of torch. Write 'bfloat16' or 'float32', or None."
+            )
+        )
     return found
 
 
@@ -77,8 +81,10 @@ def check_at_least_one(expert_parallel_size: int) -> None:
     """
     if expert_parallel_size < 1:
         raise ValueError(
-            f"expert_parallel_size={expert_parallel_size} must be at least 1. The default 1 keeps all experts on "
-            "every rank."
+            rules.NO_RANKS_FOR_EXPERTS.told(
+                f"expert_parallel_size={expert_parallel_size} must be at least 1. The default 1 keeps all experts on "
+                "every rank."
+            )
         )
 
 
@@ -96,9 +102,11 @@ def check_same_on_all_ranks(lines: Sequence[str], *, what: str) -> None:
         padded = [[*lines_of, *["nothing"] * (length - len(lines_of))] for lines_of in (told[0], other)]
         index = next(i for i, (a, b) in enumerate(zip(*padded, strict=True)) if a != b)
         raise RuntimeError(
-            f"{what} differs between ranks, first at entry {index}: rank 0 has {padded[0][index]!r}, "
-            f"rank {rank} has {padded[1][index]!r}. Every rank must build the same model and "
-            "optimizers, in the same order."
+            rules.RANKS_DIFFER.told(
+                f"{what} differs between ranks, first at entry {index}: rank 0 has {padded[0][index]!r}, "
+                f"rank {rank} has {padded[1][index]!r}. Every rank must build the same model and "
+                "optimizers, in the same order."
+            )
         )
 
 
@@ -119,59 +127,11 @@ def check_one_optimizer_each(optimizers: Sequence[Optimizer], names: Mapping[int
                 first = owner.setdefault(id(parameter), index)
                 if first != index:
                     raise ValueError(
-                        f"{names.get(id(parameter), 'a parameter')} is in optimizer {first} and in optimizer {index}. "
-                        "Each would step it with the same gradient: give it to one of them."
+                        rules.TWO_OPTIMIZERS.told(
+                            f"{names.get(id(parameter), 'a parameter')} is in optimizer {first} and in optimizer "
+                            f"{index}. Each would step it with the same gradient: give it to one of them."
+                        )
                     )
-
-
-def check_equal_batch_counts(stage: str, counts: Sequence[int | float]) -> None:
-    """Refuse loaders of different lengths; every rank of the default group must call this.
-
-    Args:
-        stage: "training", "validation" or "test".
-        counts: number of batches of each loader of this rank.
-
-    Raises:
-        RuntimeError: on every rank, when they differ.
-    """
-    by_rank = gather_objects(tuple(counts))
-    if len(set(by_rank)) > 1:
-        told = ", ".join(f"rank {rank}: {' + '.join(map(str, row))}" for rank, row in enumerate(by_rank))
-        raise RuntimeError(unequal_batch_counts(stage, told))
-
-
-def check_equal_ends(ending: Collection[int], *, world_size: int, num_batches: int) -> None:
-    """Refuse training loaders of unknown length that end on some ranks alone.
-
-    Args:
-        ending: ranks whose loader has ended, the same on all ranks.
-        world_size: number of ranks.
-        num_batches: what each rank has had in this epoch.
-
-    Raises:
-        RuntimeError: on every rank, when some have ended and some have not.
-    """
-    if 0 < len(ending) < world_size:
-        told = ", ".join(
-            f"rank {rank}: {num_batches if rank in ending else f'more than {num_batches}'}"
-            for rank in range(world_size)
-        )
-        raise RuntimeError(unequal_batch_counts("training", told))
-
-
-def unequal_batch_counts(stage: str, told: str) -> str:
-    """What is wrong with different numbers of batches, and what to write.
-
-    Args:
-        stage: "training", "validation" or "test".
-        told: the numbers by rank.
-    """
-    limit = {"training": "train", "validation": "val"}.get(stage, stage)
-    return (
-        f"The ranks have different numbers of {stage} batches ({told}), and each batch is a collective: the run "
-        "would hang at the end of the shortest. Give every rank the same number, with a sampler that pads or "
-        f"drops (torch.utils.data.DistributedSampler) or Trainer(limit_{limit}_batches=...)."
-    )
 
 
 def check_strided_gradients(module: nn.Module) -> None:
@@ -183,14 +143,18 @@ def check_strided_gradients(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter.layout != torch.strided:
             raise ValueError(
-                f"{name} is a parameter of {parameter.layout}. Parameters are sent, summed and compared element by "
-                "element. Write register_buffer(...) where it is not trained, or train its values as a dense one."
+                rules.SPARSE.told(
+                    f"{name} is a parameter of {parameter.layout}. Parameters are sent, summed and compared element by "
+                    "element. Write register_buffer(...) where it is not trained, or train its values as a dense one."
+                )
             )
     for path, layer in module.named_modules():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
             raise ValueError(
-                f"{path} has sparse=True. Gradients are summed over ranks in flat buffers, which hold every row. "
-                "Write sparse=False."
+                rules.SPARSE.told(
+                    f"{path} has sparse=True. Gradients are summed over ranks in flat buffers, which hold every row. "
+                    "Write sparse=False."
+                )
             )
 
 
@@ -204,15 +168,19 @@ def check_spreadable(module: nn.Module, expert_parallel_size: int) -> None:
         if layer.num_experts % expert_parallel_size:
             fits = math.gcd(layer.num_experts, expert_parallel_size)
             raise ValueError(
-                f"{path}: num_experts={layer.num_experts} cannot be spread over "
-                f"expert_parallel_size={expert_parallel_size}. Use a multiple of {expert_parallel_size}, or "
-                f"MoEClipStrategy(expert_parallel_size={fits})."
+                rules.UNEVEN_EXPERTS.told(
+                    f"{path}: num_experts={layer.num_experts} cannot be spread over "
+                    f"expert_parallel_size={expert_parallel_size}. Use a multiple of {expert_parallel_size}, or "
+                    f"MoEClipStrategy(expert_parallel_size={fits})."
+                )
             )
         for name, parameter in layer.expert_parameters().items():
             if layer.expert_axis is None and parameter.grad is not None:
                 raise ValueError(
-                    f"{path}.{name} has a gradient from before fit, of experts that other ranks will hold. "
-                    "Write module.zero_grad() before trainer.fit(module)."
+                    rules.STALE_GRADIENT.told(
+                        f"{path}.{name} has a gradient from before fit, of experts that other ranks will hold. "
+                        "Write module.zero_grad() before trainer.fit(module)."
+                    )
                 )
 
 
@@ -229,23 +197,19 @@ def check_no_foreign_slices(module: nn.Module, axis: ExpertAxis | None) -> None:
     for path, layer in spreadable_layers(module):
         if layer.expert_axis is not None and layer.expert_axis is not axis:
             raise RuntimeError(
-                f"{path} holds {layer.num_experts // layer.expert_axis.size} of its {layer.num_experts} experts: a run "
-                "under another strategy object failed or was interrupted before it could gather them. Go on with that "
-                "Trainer (trainer.fit(module) again), or make the module anew, from a checkpoint."
+                rules.FOREIGN_SLICES.told(
+                    f"{path} holds {layer.num_experts // layer.expert_axis.size} of its {layer.num_experts} experts: a "
+                    "run under another strategy object failed or was interrupted before it could gather them. Go on "
+                    "with that Trainer (trainer.fit(module) again), or make the module anew, from a checkpoint."
+                )
             )
-
-
-def warn_on_first_rank(message: str) -> None:
-    """Warn once for all ranks, of what each of them finds."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
-        warnings.warn(message, stacklevel=3)
 
 
 def warn_of_batch_norm(module: nn.Module) -> None:
     """Warn that statistics of a batch norm are those of one rank's rows."""
     for path, layer in module.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
-            warn_on_first_rank(
+            rules.BATCH_NORM.warn(
                 f"{path} is a BatchNorm: in training it normalises with the rows of its own rank, which is not what "
                 "one process does. Write Trainer(sync_batchnorm=True)."
             )
@@ -269,7 +233,20 @@ def warn_of_scale_decay(
                 name = names.get(id(parameter), "")
                 is_scale = name in roles and roles[name].kind == "logit_scale"
                 if is_scale and group.get("weight_decay") and id(parameter) not in undecayed:
-                    warn_on_first_rank(
+                    rules.SCALE_DECAY.warn(
                         f"{name} has weight_decay={group['weight_decay']}, which pulls the temperature towards 1. "
                         "Put it into a parameter group with weight_decay=0."
                     )
+
+
+def warn_of_optimizer_only(names: Sequence[str]) -> None:
+    """Warn of parameters that an optimizer steps and the module does not have.
+
+    Args:
+        names: of these, at least one.
+    """
+    rules.OPTIMIZER_ONLY.warn(
+        f"{len(names)} parameter(s) are in an optimizer and not in the LightningModule ({', '.join(names)}). "
+        "They are reduced over ranks and saved for ckpt_path=..., but load_from_checkpoint will not see them: "
+        "make them attributes of the module."
+    )

@@ -6,10 +6,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_moeclip.parallel.checks import warn_on_first_rank
+from lightning_moeclip.parallel import rules
 from lightning_moeclip.parallel.roles import ParamRole
 
-__all__ = ["check_16_bit_parameters", "check_epsilon_in_float16", "check_wire_dtype", "warn_of_two_precisions"]
+__all__ = [
+    "check_16_bit_parameters",
+    "check_epsilon_in_float16",
+    "check_wire_dtype",
+    "warn_of_no_masters",
+    "warn_of_two_precisions",
+]
 
 
 def check_16_bit_parameters(
@@ -35,10 +41,12 @@ def check_16_bit_parameters(
                 "" if parameter.ndim == 0 else f" Its shape is {list(parameter.shape)}: only a 0-d one stays float32."
             )
             raise ValueError(
-                f"{name} is {dtype}: near ln 100 it can only move in steps of "
-                f"{4 * torch.finfo(dtype).eps:.1%}, and Adam's eps vanishes in float16.{shape} Keep it in float32, "
-                "nn.Parameter(torch.tensor(2.6592, dtype=torch.float32)), also where the rest is cast with half() "
-                "or bfloat16(); ContrastiveLoss and SigmoidLoss keep theirs."
+                rules.NARROW_SCALE.told(
+                    f"{name} is {dtype}: near ln 100 it can only move in steps of "
+                    f"{4 * torch.finfo(dtype).eps:.1%}, and Adam's eps vanishes in float16.{shape} Keep it in float32, "
+                    "nn.Parameter(torch.tensor(2.6592, dtype=torch.float32)), also where the rest is cast with half() "
+                    "or bfloat16(); ContrastiveLoss and SigmoidLoss keep theirs."
+                )
             )
         if kind == "router" and not has_masters:
             told = (
@@ -47,13 +55,15 @@ def check_16_bit_parameters(
                 f"MoEClipPrecision(..., master_weights=True)."
             )
             if dtype is torch.float16:
-                raise ValueError(told)
-            warn_on_first_rank(told)
+                raise ValueError(rules.HALF_ROUTER.told(told))
+            rules.NARROW_ROUTER.warn(told)
         if dtype is torch.float16 and is_scaled and not has_masters:
             raise ValueError(
-                f"{name} is float16 while the loss is scaled: its gradient cannot be unscaled in float16. Leave out "
-                "module.half(), since precision='16-mixed' casts what it computes, or write "
-                "MoEClipPrecision(..., master_weights=True)."
+                rules.HALF_UNDER_SCALING.told(
+                    f"{name} is float16 while the loss is scaled: its gradient cannot be unscaled in float16. Leave "
+                    "out module.half(), since precision='16-mixed' casts what it computes, or write "
+                    "MoEClipPrecision(..., master_weights=True)."
+                )
             )
 
 
@@ -76,9 +86,11 @@ def check_epsilon_in_float16(optimizers: Iterable[Optimizer], names: Mapping[int
             if vanishes and narrow and not group.get("fused"):
                 name = names.get(id(narrow[0]), "a parameter")
                 raise ValueError(
-                    f"{type(optimizer).__name__}(eps={group['eps']}) steps {name} in float16, where that eps is 0: "
-                    "weights whose gradient is 0 become NaN. Write "
-                    "MoEClipPrecision('16-true', master_weights=True), or eps=1e-4."
+                    rules.VANISHED_EPSILON.told(
+                        f"{type(optimizer).__name__}(eps={group['eps']}) steps {name} in float16, where that eps is 0: "
+                        "weights whose gradient is 0 become NaN. Write "
+                        "MoEClipPrecision('16-true', master_weights=True), or eps=1e-4."
+                    )
                 )
 
 
@@ -90,7 +102,7 @@ def warn_of_two_precisions(of_trainer: str, of_plugin: str) -> None:
         of_plugin: precision of the plugin that is used.
     """
     if of_trainer not in ("32-true", of_plugin):
-        warn_on_first_rank(
+        rules.TWO_PRECISIONS.warn(
             f"Trainer(precision={of_trainer!r}) is ignored: the strategy was given a precision_plugin of "
             f"{of_plugin!r}, and that one is used. Leave out one of the two."
         )
@@ -108,6 +120,17 @@ def check_wire_dtype(gradient_dtype: torch.dtype | None, *, is_local: bool) -> N
     """
     if is_local and gradient_dtype is torch.float16:
         raise ValueError(
-            "gradient_dtype=torch.float16 with loss_scaling='local': a sum over ranks that overflows would be blamed "
-            "on a region, whose scale is not that of the sum. Write gradient_dtype=torch.bfloat16, or leave it out."
+            rules.HALF_ON_THE_WIRE.told(
+                "gradient_dtype=torch.float16 with loss_scaling='local': a sum over ranks that overflows would be "
+                "blamed on a region, whose scale is not that of the sum. Write "
+                "gradient_dtype=torch.bfloat16, or leave it out."
+            )
         )
+
+
+def warn_of_no_masters(precision: str) -> None:
+    """Warn that master weights were asked for where no parameter has 16 bits."""
+    rules.NO_MASTERS.warn(
+        f"master_weights=True with precision={precision!r}: the optimizers hold no 16-bit parameter, so there are no "
+        "masters. Write precision='16-true' or 'bf16-true', or leave it out."
+    )

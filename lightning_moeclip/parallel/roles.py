@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from lightning_moeclip.parallel.mesh import ExpertAxis
 
 __all__ = [
+    "Kind",
     "ParamRole",
     "SpreadableExperts",
+    "kind_at",
     "read_roles",
     "resolve_towers",
     "spreadable_layers",
@@ -81,7 +83,8 @@ class ParamRole:
 def spreadable_layers(module: nn.Module) -> Iterator[tuple[str, SpreadableExperts]]:
     """Layers of ``module`` whose experts can be spread, with their paths."""
     for path, layer in module.named_modules():
-        if isinstance(layer, SpreadableExperts):
+        # not a wrapper that hands on what its layer has, as those of checkpointing and compilation do
+        if isinstance(layer, SpreadableExperts) and hasattr(type(layer), "shard_experts"):
             yield path, layer
 
 
@@ -109,7 +112,7 @@ def read_roles(module: nn.Module, towers: Towers | None = None) -> dict[str, Par
     roles = {}
     for path, parameter in module.named_parameters():
         tower = _recognise_tower(module, path) if resolved is None else _declared_tower(path, resolved)
-        kind = "expert" if id(parameter) in experts else _recognise_kind(module, path, parameter)
+        kind = "expert" if id(parameter) in experts else kind_at(module, path, parameter.numel())
         roles[path] = ParamRole(tower, kind)
     return roles
 
@@ -163,9 +166,16 @@ def _recognise_tower(module: nn.Module, path: str) -> str | None:
     return None
 
 
-def _recognise_kind(module: nn.Module, path: str, parameter: nn.Parameter) -> Kind:
+def kind_at(module: nn.Module, path: str, num_elements: int) -> Kind:
+    """Kind of the parameter at a path, by the names on the way alone.
+
+    Args:
+        module: the user's module.
+        path: of the parameter.
+        num_elements: of the whole parameter.
+    """
     segments = path.split(".")
-    if segments[-1] in _SCALARS and parameter.numel() == 1:
+    if segments[-1] in _SCALARS and num_elements == 1:
         return "logit_scale"
     if _EXPERT.search(path):
         return "expert"

@@ -22,7 +22,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from lightning_moeclip.parallel.checks import unequal_batch_counts
+from lightning_moeclip.parallel.whereabouts import Whereabouts
 
 __all__ = ["Failure", "FailureWatch", "client_at", "client_of"]
 
@@ -104,6 +104,9 @@ class FailureWatch:
         grace_s: seconds that this process has to end by itself after a failure anywhere, when its main thread waits
             in one call, as in a collective; twice as long when it computes.
         before_end: called before this process is ended, to end what it started.
+
+    Attributes:
+        whereabouts: of this rank, compared with those of the others.
     """
 
     def __init__(
@@ -119,18 +122,18 @@ class FailureWatch:
         self.rank = rank
         self.world_size = world_size
         self.own: Failure | None = None  # of this rank
-        self.seen: Failure | None = None  # of another rank, of the store, or of the loaders
+        self.seen: Failure | None = None  # of another rank, of the store, or of ranks that have run apart
         self._connect = connect
         self._store: Store | None = None
         self._startup_timeout_s = startup_timeout_s
         self._grace_s = grace_s
         self._before_end = before_end
         self._key = f"moeclip/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_runs)}"
+        self.whereabouts = Whereabouts(rank, self._key, lambda: self._store or self._connect())
         self._began = time.monotonic()
         self._failing_since: float | None = None
         self._stuck_since = 0.0
         self._computed_s = 0.0
-        self._batch: tuple[int, int] | None = None
         self._is_inside = True
         self._is_starting = True
         self._asking_since: float | None = None
@@ -175,25 +178,6 @@ class FailureWatch:
         if self.seen is not None and is_lost_peer(error):
             return RuntimeError(f"rank {self.rank} was ended because {self.seen.told()}")
         return None
-
-    def note_batch(self, epoch: int, number: int, *, is_last: bool) -> None:
-        """Say that this rank has begun a training batch of a loader whose length nobody knows.
-
-        A rank whose loader ends while the others gather gradients waits in a reduction that they never come to, and
-        they perhaps in a layer. So it leaves the number of its batches in the store: a rank that has begun more knows.
-
-        Args:
-            epoch: of the batch.
-            number: of the batch in its epoch, from 1.
-            is_last: this rank's loader ends with it.
-        """
-        self._batch = (epoch, number)
-        if not is_last:
-            return
-        with suppress(RuntimeError):
-            store = self._store or self._connect()
-            if store is not None:
-                store.compare_set(f"{self._key}/last/{epoch}", "", json.dumps([self.rank, number]))
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -252,17 +236,11 @@ class FailureWatch:
                 self.seen = found
                 _write(f"[rank {self.rank}] rank {found.rank} failed with {found.error}\n")
 
-        if self.failure is None and self._batch is not None:
-            self._compare_batches(self._store, *self._batch)
-
-    def _compare_batches(self, store: Store, epoch: int, number: int) -> None:
-        if store.check([f"{self._key}/last/{epoch}"]):
-            rank, last = json.loads(store.get(f"{self._key}/last/{epoch}"))
-            if number > last:
-                told = f"rank {rank}: {last}, rank {self.rank}: more than {last}"
-                own = Failure(self.rank, f"RuntimeError: {unequal_batch_counts('training', told)}")
-                # nobody raises it: the main thread waits, and is to hear of it as of another rank's failure
-                self.seen = _decode(store.compare_set(f"{self._key}/failure", "", json.dumps(asdict(own))))
+        told = self.whereabouts.find_apart(self._store) if self.failure is None else None
+        if told is not None:
+            own = Failure(self.rank, f"RuntimeError: {told}")
+            # nobody raises it: the main thread waits, and is to hear of it as of another rank's failure
+            self.seen = _decode(self._store.compare_set(f"{self._key}/failure", "", json.dumps(asdict(own))))
 
     def _end_when_stuck(self, failure: Failure) -> None:
         # a caller who caught the error may go on for as long as he likes

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_moeclip.gradients.master_parameter import parameter_names
-from lightning_moeclip.parallel.checks import warn_on_first_rank
+from lightning_moeclip.parallel.rules import warn_on_first_rank
 
 __all__ = ["CHECKPOINT_KEY", "check_number_of_optimizers", "checkpoint_entry", "load_parameters", "placement"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_moeclip.parallel.checks import warn_on_first_rank
+from lightning_moeclip.parallel.rules import warn_on_first_rank
 from lightning_moeclip.state.finite import checked_names, not_finite
 from lightning_moeclip.state.host_copy import HostCopy, enough_memory, num_bytes_of, places_of, summed_in_copy
 from lightning_moeclip.state.live import LiveState, live_state

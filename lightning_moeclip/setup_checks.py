@@ -1,0 +1,181 @@
+"""The part of the strategy that calls the checks: before the experts spread, with the optimizers, at the first batch.
+
+What the checks say is in ``parallel``; here is when. Errors of one rank are raised on all of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from lightning_moeclip.gradients.corridor import CorridorSettings
+from lightning_moeclip.gradients.master_parameter import parameter_names
+from lightning_moeclip.parallel import checks, loader_checks, precision_checks, sharding_checks, step_checks
+from lightning_moeclip.parallel.agreement import together
+from lightning_moeclip.parallel.ledger import Page
+from lightning_moeclip.parallel.roles import read_roles, undecayed_parameters
+from lightning_moeclip.state.digest import joint_digest
+from lightning_moeclip.watching import WatchedStrategy
+
+__all__ = ["CheckedStrategy"]
+
+
+@dataclass(frozen=True)
+class _EpochCard:
+    """What a rank says of itself when an epoch starts.
+
+    Attributes:
+        is_outdated: its trainable parameters are no longer those of the plan.
+        accumulate_grad_batches: micro-batches of a step.
+        feed: what it is fed; None after the first epoch.
+        error: what is wrong on it.
+    """
+
+    is_outdated: bool
+    accumulate_grad_batches: int
+    feed: loader_checks.FeedCard | None
+    error: str | None
+
+
+class CheckedStrategy(WatchedStrategy):
+    """Calls every check of a run, each at the first moment at which it can tell."""
+
+    _settings: CorridorSettings
+    _is_fed = _has_told_of_accumulation = _has_told_of_reentrance = False
+
+    def check_outside_fit(self) -> None:
+        """Refuse experts that another run left as slices; a collective."""
+        with together():
+            self._check_no_foreign_slices()
+
+    def check_before_spreading(self) -> None:
+        """Look at the module before anything is broadcast or spread; a collective."""
+        module = self.lightning_module
+        self._is_fed = self._has_told_of_accumulation = self._has_told_of_reentrance = False
+        with together():
+            self._check_sharding(module)
+            checks.check_strided_gradients(module)
+            precision_checks.check_wire_dtype(self._settings.gradient_dtype, is_local=self.precision_plugin.is_local)
+            read_roles(module, self._settings.towers)
+            if self._experts is not None:
+                checks.check_spreadable(module, self.expert_parallel_size)
+            self._check_no_foreign_slices()
+            step_checks.check_recomputed_batch_norm(module)
+        if self.world_size > 1:
+            checks.warn_of_batch_norm(module)
+        wrapped = step_checks.reentrant_wrappers(module) if self._experts is not None else []
+        if wrapped:
+            self._tell_of_reentrance(", ".join(wrapped))
+
+    def check_parameters(self) -> None:
+        """Look at what is to be trained, before it gets masters; a collective."""
+        module = self.lightning_module
+        with together():
+            precision_checks.check_16_bit_parameters(
+                dict(module.named_parameters()),
+                read_roles(module, self._settings.towers),
+                has_masters=self.precision_plugin.has_master_weights,
+                is_scaled=self.precision_plugin.scaler is not None,
+            )
+
+    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Look at what the optimizers hold; the same on all ranks."""
+        module = self.lightning_module
+        names = parameter_names(module, optimizers)
+        checks.check_one_optimizer_each(optimizers, names)
+        precision_checks.check_epsilon_in_float16(optimizers, names)
+        roles = read_roles(module, self._settings.towers)
+        checks.warn_of_scale_decay(optimizers, names, roles, undecayed_parameters(module))
+
+    def check_checkpointing(self, page: Page) -> None:
+        """Look at what a training step has run without a graph.
+
+        Args:
+            page: what the layers of the step entered.
+        """
+        if page.checkpoints and self._experts is not None and not self._has_told_of_reentrance:
+            self._tell_of_reentrance("A layer ran")
+
+    @override
+    def epoch_card(self, batch: Any) -> _EpochCard:
+        corridor = self._corridor
+        return _EpochCard(
+            is_outdated=corridor is not None and corridor.is_outdated(),
+            accumulate_grad_batches=self._trainer.accumulate_grad_batches,
+            feed=None if self._is_fed or self.world_size == 1 else self._feed(batch),
+            error=self._misplaced_expert(),
+        )
+
+    @override
+    def read_epoch_cards(self, cards: list[_EpochCard]) -> None:
+        for rank, card in enumerate(cards):
+            if card.error is not None:
+                raise ValueError(f"rank {rank}: {card.error}")
+        by_rank = [card.accumulate_grad_batches for card in cards]
+        step_checks.check_equal_accumulation(by_rank)
+        if not self._has_told_of_accumulation:
+            roles = read_roles(self.lightning_module, self._settings.towers)
+            self._has_told_of_accumulation = step_checks.warn_of_accumulated_contrast(roles, by_rank[0])
+        feeds = [card.feed for card in cards if card.feed is not None]
+        if feeds:
+            self._is_fed = True
+            loader_checks.warn_of_rows(feeds)
+        if self._corridor is not None and any(card.is_outdated for card in cards):
+            self._corridor.rebuild()
+
+    def _check_sharding(self, module: nn.Module) -> None:
+        if self.world_size > 1:
+            sharding_checks.check_sharded_parameters(
+                sharding_checks.sharded_parameters(module),
+                replicas=self.mesh.replicas("edp"),
+                expert_parallel_size=self.expert_parallel_size,
+            )
+
+    def _check_no_foreign_slices(self) -> None:
+        for root in [self.lightning_module, *self._copies_in_callbacks()]:
+            checks.check_no_foreign_slices(root, self.mesh.experts)
+
+    def _copies_in_callbacks(self) -> list[nn.Module]:
+        """Modules that callbacks hold, such as the averages of ``WeightAveraging``, made before the experts spread."""
+        values = [value for callback in self._trainer.callbacks for value in vars(callback).values()]
+        return [v for v in values if isinstance(v, nn.Module) and v is not self.lightning_module]
+
+    def _tell_of_reentrance(self, where: str) -> None:
+        self._has_told_of_reentrance = True
+        step_checks.warn_of_reentrant_checkpointing(where)
+
+    def _misplaced_expert(self) -> str | None:
+        # not before the first batch: until then the user's hooks may move what they like
+        module = self.lightning_module
+        devices = {name: parameter.device for name, parameter in module.named_parameters()}
+        try:
+            sharding_checks.check_expert_devices(
+                devices, read_roles(module, self._settings.towers), run_device=self.root_device
+            )
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _feed(self, batch: Any) -> loader_checks.FeedCard:
+        loaders = self._trainer.fit_loop._combined_loader.flattened
+        is_injected = self._trainer._accelerator_connector.use_distributed_sampler
+        plain = [name for loader in loaders if (name := loader_checks.plain_sampler(loader)) is not None]
+        return loader_checks.FeedCard(
+            plain=plain[0] if plain and not is_injected else None,
+            is_shared_out=any(map(loader_checks.shares_rows_out, loaders)),
+            rows=_bits_of(batch, self.root_device),
+        )
+
+
+def _bits_of(batch: Any, device: torch.device) -> tuple | None:
+    """What is equal for equal batches; read on the host, once in a run. None for a batch without rows."""
+    leaves = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.layout is torch.strided]
+    if not any(x.ndim and x.numel() for x in leaves):
+        return None
+    shapes = tuple((str(x.dtype), *x.shape) for x in leaves)
+    return shapes, joint_digest(leaves, device=device).item()
