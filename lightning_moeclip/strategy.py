@@ -27,7 +27,7 @@ from lightning_moeclip.gradients.master_parameter import parameter_names
 from lightning_moeclip.gradients.masters import MasterWeights
 from lightning_moeclip.gradients.report import Attendance, GradReport
 from lightning_moeclip.gradients.stash import StashMode
-from lightning_moeclip.parallel import checks, ledger, precision_checks
+from lightning_moeclip.parallel import checks, interop, ledger, precision_checks
 from lightning_moeclip.parallel.agreement import gather_objects, together
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import SyncPlan
@@ -203,6 +203,7 @@ class MoEClipStrategy(WatchedStrategy):
     def _check_no_foreign_slices(self) -> None:
         for root in [self.lightning_module, *self._copies_in_callbacks()]:
             checks.check_no_foreign_slices(root, self.mesh.experts)
+            interop.check_expert_lists(root, self.mesh)
 
     def _copies_in_callbacks(self) -> list[nn.Module]:
         """Modules that callbacks hold, such as the averages of ``WeightAveraging``, made before the experts spread."""
@@ -228,6 +229,9 @@ class MoEClipStrategy(WatchedStrategy):
         self._make_masters(digits | self.precision_plugin.take_originals())
         names = parameter_names(module, optimizers)
         checks.check_one_optimizer_each(optimizers, names)
+        interop.check_expert_order(module, optimizers, names)
+        lists = sorted(interop.listed_names(module))
+        self.refuse_lost_parameters(lists, why="is of an expert that one rank has", can_be_made_before=False)
         precision_checks.check_epsilon_in_float16(optimizers, names)
         checks.warn_of_scale_decay(optimizers, names, roles, undecayed_parameters(module))
         self._corridor = GradientCorridor(

@@ -17,6 +17,7 @@ from lightning_moeclip.gradients.report import Attendance
 from lightning_moeclip.gradients.stash import StashMode, check_stash
 from lightning_moeclip.gradients.statistics import LayerStatistics
 from lightning_moeclip.parallel import checks
+from lightning_moeclip.parallel.interop import listed_names
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import SyncPlan, build_plan
 from lightning_moeclip.parallel.roles import ParamRole, Towers, read_roles
@@ -146,6 +147,7 @@ class GradientCorridor:
             roles,
             self._mesh,
             spread=self._spread,
+            listed=listed_names(self._module),
             optimizer_only=frozenset(outside),
             bucket_size_mb=self._settings.bucket_size_mb,
         )

@@ -30,6 +30,8 @@ class PlannedParameter:
         dtype: dtype of the gradient.
         axis: replica axis: ``dp`` for one that every rank holds, ``edp`` for a spread expert.
         is_in_module: False for a parameter that only an optimizer holds.
+        is_listed: an expert of a list that another library has shared out: no slice of a whole, but a parameter that
+            the ranks of its replica axis have and no others.
     """
 
     name: str
@@ -38,6 +40,7 @@ class PlannedParameter:
     dtype: torch.dtype
     axis: Axis
     is_in_module: bool
+    is_listed: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -105,6 +108,7 @@ def build_plan(
     mesh: Mesh,
     *,
     spread: frozenset[str] = frozenset(),
+    listed: frozenset[str] = frozenset(),
     optimizer_only: frozenset[str] = frozenset(),
     bucket_size_mb: float = 25.0,
 ) -> SyncPlan:
@@ -118,6 +122,7 @@ def build_plan(
         roles: role by name.
         mesh: axes and groups.
         spread: names of expert parameters of which this rank holds a slice.
+        listed: names of those of experts that another library has shared out.
         optimizer_only: names of parameters that the module does not have.
         bucket_size_mb: upper bound of a bucket in MiB.
     """
@@ -132,8 +137,9 @@ def build_plan(
             role=roles[name],
             shape=tuple(parameter.shape),
             dtype=parameter.grad_dtype or parameter.dtype,  # float32 for a 16-bit parameter with a master
-            axis="edp" if name in spread else "dp",
+            axis="edp" if name in spread or name in listed else "dp",
             is_in_module=name not in optimizer_only,
+            is_listed=name in listed,
         )
         key = (planned.axis, planned.role.kind == "expert", planned.dtype, parameter.device)
         index = open_buckets.get(key)
