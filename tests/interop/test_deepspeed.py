@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from lightning_moeclip.testing import Rank, on_ranks
 from tests.interop.live_models import DeepSpeedTowers
 from tests.models import batches, gradient_errors, gradients_of, loader, quiet_trainer, share
 
-# DeepSpeed computes the gate in float32 whatever the module is in: a weight of an expert is right to a few times
-# 2**-24, and gradients that are sums of such terms, on 8 rows and 6 features, to some hundred times that
-BOUND = 400 * 2.0**-24
+# DeepSpeed computes the gate in float32 whatever the module is in: six products and sums of a logit, the softmax over
+# four and the division by the sum of two are some twenty roundings. With a gate in float64 nothing is left of them
+BOUNDS = {"float": 20 * 2.0**-24, "double": 1e-10}
 NUM_STEPS = 2
 LIST = re.compile(r"(?<=deepspeed_experts\.)\d+")
 
@@ -25,8 +26,9 @@ LIST = re.compile(r"(?<=deepspeed_experts\.)\d+")
 class Trained(LightningModule):
     """What a user writes around DeepSpeed's layers."""
 
-    def __init__(self, ep_size: int, rank: int = 0) -> None:
+    def __init__(self, ep_size: int, rank: int = 0, *, gate: str = "float") -> None:
         super().__init__()
+        self.gate = gate
         self.model = DeepSpeedTowers(ep_size, rank)
         self.double()
         self.gradients: list[dict[str, Tensor | None]] = []
@@ -40,7 +42,8 @@ class Trained(LightningModule):
                 layer.set_deepspeed_parallelism()
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        image, text = paired_features(self.model(*batch))
+        with mock.patch.object(torch.Tensor, "float", getattr(torch.Tensor, self.gate)):
+            image, text = paired_features(self.model(*batch))
         return contrastive_loss(image, text, self.model.logit_scale)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -52,21 +55,21 @@ class Trained(LightningModule):
 
 @on_ranks(2, timeout_s=240.0)
 def two(rank: Rank, folder: str) -> dict[str, Any]:
-    return {str(ep): trained(rank, ep, folder) for ep in (2, 1)}
+    return {(ep, gate): trained(rank, ep, gate, folder) for ep in (2, 1) for gate in BOUNDS}
 
 
 @on_ranks(4, timeout_s=240.0)
 def four(rank: Rank, folder: str) -> dict[str, Any]:
-    return {"2": trained(rank, 2, folder)}
+    return {(2, gate): trained(rank, 2, gate, folder) for gate in BOUNDS}
 
 
-def trained(rank: Rank, ep: int, folder: str) -> Any:
-    module = Trained(ep, rank.index)
+def trained(rank: Rank, ep: int, gate: str, folder: str) -> Any:
+    module = Trained(ep, rank.index, gate=gate)
     strategy = MoEClipStrategy(expert_parallel_size=ep)
     trainer = quiet_trainer(rank.world_size, strategy=strategy)
     rows = [8 // rank.world_size] * rank.world_size
     trainer.fit(module, loader(share(batches(NUM_STEPS), rows, rank.index)))
-    trainer.save_checkpoint(f"{folder}/{rank.world_size}_{ep}.ckpt")
+    trainer.save_checkpoint(f"{folder}/{rank.world_size}_{ep}_{gate}.ckpt")
     comparison = strategy.compare({"parameters", "optimizer"})
     return module.gradients, comparison.differences, comparison.unwatched
 
@@ -74,7 +77,11 @@ def trained(rank: Rank, ep: int, folder: str) -> Any:
 @on_ranks(1, timeout_s=240.0)
 def one(rank: Rank) -> Any:
     """A process group of one, without which DeepSpeed's layer does not run."""
-    module = Trained(1)
+    return {gate: alone(gate) for gate in BOUNDS}
+
+
+def alone(gate: str) -> Any:
+    module = Trained(1, gate=gate)
     module.configure_model()
     optimizer = module.configure_optimizers()
     for step, batch in enumerate(batches(NUM_STEPS)):
@@ -97,25 +104,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("launch", "world_size"), [(two.launch, 2), (four.launch, 4)])
 def test_training_equals_one_process(launch: Any, world_size: int, reference: Any, folder: Path) -> None:
-    gradients, state, moments = reference
     for rank, found in enumerate(launch(folder=str(folder))):
-        for ep, (own, differences, unwatched) in found.items():
+        for (ep, gate), (own, differences, unwatched) in found.items():
+            gradients = reference[gate][0]
             assert differences == ()
-            assert bool(unwatched) == (world_size == int(ep))
-            first = rank % int(ep) * (4 // int(ep))
+            assert bool(unwatched) == (world_size == ep)
+            first = rank % ep * (4 // ep)
             for step in range(NUM_STEPS):
                 renamed = {LIST.sub(lambda m, f=first: str(int(m[0]) + f), n): g for n, g in own[step].items()}
                 wanted = {name: g for name, g in gradients[step].items() if name in renamed}
                 errors = gradient_errors(renamed, wanted, 0)
                 assert len(errors) == len(own[step])
                 worst = max(errors, key=lambda name: errors[name])
-                print(f"W={world_size} ep={ep} rank {rank} step {step}: {errors[worst]:.1e} {worst}")
-                assert errors[worst] < BOUND, worst
-    for path in folder.glob(f"{world_size}_*.ckpt"):
+                print(f"W={world_size} ep={ep} rank {rank} gate in {gate}, step {step}: {errors[worst]:.1e} {worst}")
+                assert errors[worst] < BOUNDS[gate], worst
+    checkpoints = list(folder.glob(f"{world_size}_*.ckpt"))
+    assert len(checkpoints) == 8 // world_size
+    for path in checkpoints:
+        gate = path.stem.split("_")[-1]
+        close = {"rtol": BOUNDS[gate], "atol": BOUNDS[gate]}
+        _, state, moments = reference[gate]
         checkpoint = torch.load(path, weights_only=False)
         assert list(checkpoint["state_dict"]) == list(state)
-        torch.testing.assert_close(checkpoint["state_dict"], state, rtol=BOUND, atol=BOUND)
+        torch.testing.assert_close(checkpoint["state_dict"], state, **close)
         saved = checkpoint["optimizer_states"][0]
         assert saved["param_groups"] == moments["param_groups"]
-        torch.testing.assert_close(saved["state"], moments["state"], rtol=BOUND, atol=BOUND)
+        torch.testing.assert_close(saved["state"], moments["state"], **close)
         Trained(1).load_state_dict(checkpoint["state_dict"], strict=True)
