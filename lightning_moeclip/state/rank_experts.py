@@ -136,7 +136,9 @@ class RankExperts:
         held = (p for group in optimizer.param_groups for p in group["params"])
         return any(id(model_parameter(p)) in self._list_of for p in held)
 
-    def _runs(self, parameters: Sequence[Tensor], places: Sequence[int]) -> list[tuple[ExpertList | None, list[int]]]:
+    def _runs(
+        self, parameters: Sequence[nn.Parameter], places: Sequence[int]
+    ) -> list[tuple[ExpertList | None, list[int]]]:
         """Places one after the other whose parameters are in one list, or in none."""
         runs: list[tuple[ExpertList | None, list[int]]] = []
         for parameter, place in zip(parameters, places, strict=True):
