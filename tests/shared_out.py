@@ -128,7 +128,8 @@ class SharedOutTowers(LightningModule):
     Args:
         ep_size: ranks that share the experts out.
         rank: of this process.
-        stray_rank: rank whose step gives no loss, or a zero of one.
+        stray_rank: rank whose step gives no loss, or a zero of one; the loss is then each rank's own, so that no
+            collective but those of the layers is in its backward.
         gives_none: which of both.
     """
 
@@ -154,7 +155,10 @@ class SharedOutTowers(LightningModule):
         x = torch.cat([torch.ones(len(x), 1, dtype=x.dtype), x], dim=-1)
         x = x + self.visual_moe(x)
         x = torch.cat([torch.ones(len(x), 1, dtype=x.dtype), x[:, 1:]], dim=-1)
-        return contrastive_loss(x + self.visual_second(x), self.text(batch[1]), self.logit_scale)
+        x = x + self.visual_second(x)
+        if self.stray_rank is not None:
+            return (x * self.text(batch[1])).mean()
+        return contrastive_loss(x, self.text(batch[1]), self.logit_scale)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
         loss = self.compute_loss(batch)

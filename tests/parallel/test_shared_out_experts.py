@@ -209,9 +209,14 @@ def test_a_step_without_a_loss_on_one_rank_is_one_with_zero(two_ranks: Any) -> N
         (none,), (zero,) = found["stray True"][0], found["stray False"][0]
         assert none.keys() == zero.keys()
         for name, gradient in zero.items():
-            if gradient is not None:
-                assert none[name] is not None, name
+            if none[name] is None:  # of an expert that no other rank's token wanted
+                assert gradient is None or not gradient.any()
+            else:
                 torch.testing.assert_close(none[name], gradient, rtol=BOUND, atol=1e-14)
+        dense = {name for name in none if "experts" not in name} - {"logit_scale"}
+        assert len(dense) == 6
+        assert all(none[name] is not None and none[name].any() for name in dense)
+    assert any(g is not None for found in two_ranks[0] for n, g in found["stray True"][0][0].items() if "experts" in n)
 
 
 def test_a_layer_without_its_group_or_with_another_is_refused(four_ranks: Any) -> None:
