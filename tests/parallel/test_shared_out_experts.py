@@ -12,6 +12,7 @@ from lightning_moeclip.parallel.interop import check_expert_lists, check_expert_
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.roles import read_roles
 from lightning_moeclip.state.canonical import own_expert_names
+from lightning_moeclip.state.rank_experts import RankExperts
 from lightning_moeclip.strategy import MoEClipStrategy
 from lightning_moeclip.testing import Rank, on_ranks
 from tests.models import OneProcess, batches, gradient_errors, gradients_of, loader, quiet_trainer, share
@@ -298,3 +299,39 @@ def test_a_main_process_that_gets_nothing_back_is_refused() -> None:
     strategy = MoEClipStrategy(expert_parallel_size=2, start_method="spawn")
     with pytest.raises(ValueError, match=r"'w' \(1 in all\) is of an expert .* Leave out start_method"):
         strategy.refuse_lost_parameters(["w"], why="is of an expert that one rank has", can_be_made_before=False)
+
+
+def pair(rank: int) -> RankExperts:
+    """Of two ranks that hold the same values, without a process group."""
+    return RankExperts(rank, lambda part: [part, part], lambda value: [value, value])
+
+
+def test_a_state_with_some_of_the_experts_is_refused() -> None:
+    module = SharedOutTowers(2)
+    message = r"has 2 experts of visual_moe\.\S+ and the layer has 4 on 2 ranks: it may be that of one rank, .* all of"
+    with pytest.raises(ValueError, match=message):
+        pair(0).own_model_state(module.state_dict(), module)
+    whole = pair(0).whole_model_state(module.state_dict(), module)
+    assert pair(0).whole_model_state(whole, module) == whole
+    name = "visual_moe.deepspeed_moe.experts.deepspeed_experts.3.fc.weight"
+    assert whole[name] is not None
+    assert pair(1).own_model_state(whole, module).keys() == module.state_dict().keys()
+
+
+def test_what_is_no_tensor_in_a_state_goes_along() -> None:
+    module = SharedOutTowers(2)
+    name = "visual_moe.deepspeed_moe.experts.deepspeed_experts.{}._extra_state"
+    whole = pair(0).whole_model_state({name.format(0): "a", name.format(1): "b"}, module)
+    assert whole == {name.format(0): "a", name.format(1): "b", name.format(2): "a", name.format(3): "b"}
+
+
+def test_moments_of_another_number_of_experts_are_refused() -> None:
+    module = SharedOutTowers(2)
+    experts = pair(1)
+    experts.learn(module)
+    optimizer = module.configure_optimizers()
+    with pytest.raises(ValueError, match=r"The saved group 0 has 8 parameters, and this optimizer's has 12 with"):
+        experts.own_optimizer_state(optimizer, optimizer.state_dict())
+    whole = SharedOutTowers(1).configure_optimizers().state_dict()
+    own = experts.own_optimizer_state(optimizer, whole)
+    assert own["param_groups"] == optimizer.state_dict()["param_groups"]
