@@ -11,8 +11,14 @@ PIP := -m pip install --quiet --disable-pip-version-check
 OLD_TRITON := 3.6.0
 OLD_VENV := .venv-triton36
 OLD_READY := $(OLD_VENV)/.ready
+# open_clip, transformers, timm and DeepSpeed, in versions that work together
+INTEROP_VENV := .venv-interop
+INTEROP_READY := $(INTEROP_VENV)/.ready
+INTEROP := HF_HUB_OFFLINE=1 PYTHONPATH=. PATH=$(abspath $(INTEROP_VENV))/bin:$$PATH \
+	TORCH_EXTENSIONS_DIR=$(abspath $(INTEROP_VENV))/torch_extensions $(INTEROP_VENV)/bin/python
 
-.PHONY: train test suite second-root roots interpreted compiled check lint types layers proof kernel-resources clean
+.PHONY: train test suite second-root roots interpreted compiled check lint types layers proof interop \
+	kernel-resources clean
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -63,7 +69,7 @@ layers: $(READY)
 
 # every long bar: writes tests/benchmarks/results/*.csv with the commit it was measured on; one of them looks at
 # TensorBoard with Debian's chromium, which has to be there (apt-get install chromium)
-proof: $(READY) kernel-resources roots
+proof: $(READY) kernel-resources roots interop
 	$(BIN)/python $(PIP) -c constraints.txt -e ".[proof]"
 	$(RUN) -m tests.proof; code=$$?; $(RUN) -m tests.proof.readme; exit $$code
 
@@ -79,6 +85,20 @@ kernel-resources: $(READY) $(OLD_READY)
 	TRITON_INTERPRET=1 $(OLD_VENV)/bin/python -m pytest tests/kernels/interpreted
 	PYTHONPATH=. $(OLD_VENV)/bin/python -m tests.benchmarks.kernel_resources
 	$(RUN) -m tests.benchmarks.kernel_resources
+
+# DeepSpeed compiles when it first meets a process group on a CPU: once here, where nothing ends it half-way, which would
+# leave a lock on which every later run hangs
+$(INTEROP_READY): Makefile constraints-interop.txt
+	test -x $(INTEROP_VENV)/bin/python || $(PYTHON) -m venv $(INTEROP_VENV)
+	$(INTEROP_VENV)/bin/python $(PIP) -c constraints-interop.txt torch torchvision
+	$(INTEROP_VENV)/bin/python $(PIP) -c constraints-interop.txt open_clip_torch transformers timm deepspeed lightning \
+		torchmetrics tensorboard numpy fsspec typing-extensions pytest pytest-timeout
+	$(INTEROP) -m tests.interop.compile_deepspeed
+	touch $@
+
+# the recorded layouts against the live models, and the real packages trained under the strategy
+interop: $(INTEROP_READY)
+	$(INTEROP) -m pytest tests/interop
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

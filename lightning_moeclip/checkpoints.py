@@ -63,6 +63,9 @@ class CheckpointingStrategy(CountingStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights; masters take what the module's 16 bits cannot hold, now or when they are made."""
+        if self._experts is not None:
+            own = self._experts.own_model_state(checkpoint["state_dict"], self.lightning_module)
+            checkpoint = {**checkpoint, "state_dict": own}
         super().load_model_state_dict(checkpoint, strict)
         if self._masters is not None and self._masters.is_attached:
             self._masters.settle()

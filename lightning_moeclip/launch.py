@@ -202,22 +202,24 @@ class GuardedStrategy(DDPStrategy):
         if self._watch is not None and self._watch.seen is not None:
             raise RuntimeError(f"rank {self.global_rank} was ended because {self._watch.seen.told()}")
 
-    def refuse_lost_parameters(self, names: Sequence[str], *, why: str) -> None:
+    def refuse_lost_parameters(self, names: Sequence[str], *, why: str, can_be_made_before: bool = True) -> None:
         """Refuse parameters that only the launched processes have.
 
         Args:
             names: of these parameters.
             why: they are known to these processes alone, as told to the user.
+            can_be_made_before: the main process could have them as well.
 
         Raises:
             ValueError: there are some, and the main process goes on after the run.
         """
         if names and self._start_method != "popen":
+            remedy = "Make it in the module's __init__, or leave" if can_be_made_before else "Leave"
             raise ValueError(
                 f"The parameter {names[0]!r} ({len(names)} in all) {why}, under "
                 f"start_method={self._start_method!r}: the main process does not get it back, so what it learns "
-                "would be lost when fit returns. Make it in the module's __init__, or leave out start_method "
-                "(the default 'popen'), or start the script with torchrun."
+                f"would be lost when fit returns. {remedy} out start_method (the default 'popen'), or start the script "
+                "with torchrun."
             )
 
     @property

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_moeclip.gradients.corridor import CorridorSettings
 from lightning_moeclip.gradients.master_parameter import parameter_names
-from lightning_moeclip.parallel import checks, loader_checks, precision_checks, sharding_checks, step_checks
+from lightning_moeclip.parallel import checks, interop, loader_checks, precision_checks, sharding_checks, step_checks
 from lightning_moeclip.parallel.agreement import together
 from lightning_moeclip.parallel.ledger import Page
 from lightning_moeclip.parallel.roles import read_roles, undecayed_parameters
@@ -88,6 +88,7 @@ class CheckedStrategy(WatchedStrategy):
         module = self.lightning_module
         names = parameter_names(module, optimizers)
         checks.check_one_optimizer_each(optimizers, names)
+        interop.check_expert_order(module, optimizers, names)
         precision_checks.check_epsilon_in_float16(optimizers, names)
         roles = read_roles(module, self._settings.towers)
         checks.warn_of_scale_decay(optimizers, names, roles, undecayed_parameters(module))
@@ -139,6 +140,7 @@ class CheckedStrategy(WatchedStrategy):
     def _check_no_foreign_slices(self) -> None:
         for root in [self.lightning_module, *self._copies_in_callbacks()]:
             checks.check_no_foreign_slices(root, self.mesh.experts)
+            interop.check_expert_lists(root, self.mesh)
 
     def _copies_in_callbacks(self) -> list[nn.Module]:
         """Modules that callbacks hold, such as the averages of ``WeightAveraging``, made before the experts spread."""

@@ -27,7 +27,7 @@ from lightning_moeclip.gradients.corridor import CorridorSettings, GradientCorri
 from lightning_moeclip.gradients.masters import MasterWeights
 from lightning_moeclip.gradients.report import Attendance, GradReport
 from lightning_moeclip.gradients.stash import StashMode
-from lightning_moeclip.parallel import checks, ledger, precision_checks
+from lightning_moeclip.parallel import checks, interop, ledger, precision_checks
 from lightning_moeclip.parallel.agreement import together
 from lightning_moeclip.parallel.explanation import Explanation
 from lightning_moeclip.parallel.mesh import Mesh
@@ -221,6 +221,8 @@ class MoEClipStrategy(CheckedStrategy):
         self.check_parameters()
         self._make_masters(digits | self.precision_plugin.take_originals())
         self.check_optimizers(optimizers)
+        lists = sorted(interop.listed_names(module))
+        self.refuse_lost_parameters(lists, why="is of an expert that one rank has", can_be_made_before=False)
         self._corridor = GradientCorridor(
             module,
             self._plain_optimizers,

@@ -13,6 +13,7 @@ from lightning_moeclip.gradients.corridor import CorridorSettings, optimizer_onl
 from lightning_moeclip.parallel import checks
 from lightning_moeclip.parallel.explanation import Explanation, explain_plan, explanation_of
 from lightning_moeclip.parallel.fates import FROZEN, Fate, fates_of_strays, role_outside
+from lightning_moeclip.parallel.interop import check_expert_lists, listed_names, tagged_parameters
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import PlannedParameter, build_plan, plan_parameter
 from lightning_moeclip.parallel.regions import region_names
@@ -91,7 +92,8 @@ def _explain_ours(
     if mesh.expert_parallel_size > 1:
         checks.check_spreadable(module, mesh.expert_parallel_size)
     checks.check_one_optimizer_each(optimizers, {id(p): name for name, p in module.named_parameters()})
-    outside = optimizer_only_parameters(module, optimizers)
+    check_expert_lists(module, mesh)
+    outside, listed = optimizer_only_parameters(module, optimizers), listed_names(module)
     roles = _roles(module, settings.towers, outside)
     shares = _spread_experts(module) if mesh.expert_parallel_size > 1 else frozenset()
     parameters = {
@@ -104,11 +106,12 @@ def _explain_ours(
         roles,
         mesh,
         spread=spread,
+        listed=listed,
         optimizer_only=frozenset(outside),
         bucket_size_mb=settings.bucket_size_mb,
     )
     everything = [
-        plan_parameter(n, p, roles[n], is_spread=n in spread, is_in_module=n not in outside)
+        plan_parameter(n, p, roles[n], is_spread=n in spread, is_in_module=n not in outside, is_listed=n in listed)
         for n, p in parameters.items()
     ]
     return explain_plan(
@@ -154,6 +157,7 @@ def _stock_fates(
     roles = _roles(module, towers, outside)
     alone = _experts_called_alone(module, roles)
     ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    different = _different_on_ranks(module)
     has_dtensors = any(_is_dtensor(parameter) for parameter in module.parameters())
     for name, parameter in _everything(module, outside):
         seen = StockParameter(
@@ -161,7 +165,7 @@ def _stock_fates(
             num_dims=parameter.ndim,
             is_in_module=name not in outside,
             is_called_alone=id(parameter) in alone,
-            differs_by_rank=getattr(parameter, "allreduce", True) is False,
+            differs_by_rank=name in different,
             is_ignored_by_ddp=name in ignored,
             is_left_plain=has_dtensors and not _is_dtensor(parameter),
         )
@@ -207,6 +211,15 @@ def _experts_called_alone(module: nn.Module, roles: Mapping[str, ParamRole]) -> 
     return frozenset(found)
 
 
+def _different_on_ranks(module: nn.Module) -> frozenset[str]:
+    """Names of the parameters of which each rank has another, by DeepSpeed's layout or tags."""
+    try:
+        return listed_names(module)
+    except ValueError:  # tags that do not say over how many ranks, which the stock strategies do not ask
+        tagged = tagged_parameters(module)
+        return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in tagged)
+
+
 def _is_dtensor(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "device_mesh") and hasattr(parameter, "placements")
 
@@ -223,8 +236,7 @@ def _unbuilt(module: nn.Module) -> Iterable[str]:
 
 
 def _assumptions(module: nn.Module, strategy: str, family: str, expert_parallel_size: int) -> Iterator[str]:
-    tagged = any(getattr(parameter, "allreduce", True) is False for parameter in module.parameters())
-    if expert_parallel_size > 1 and not tagged:
+    if expert_parallel_size > 1 and not _different_on_ranks(module):
         yield (
             f"expert_parallel_size={expert_parallel_size} spreads experts under MoEClipStrategy alone: under "
             f"{strategy} every rank holds all of them. Give experts that your own code spreads the attribute "

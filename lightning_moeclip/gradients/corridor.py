@@ -19,6 +19,7 @@ from lightning_moeclip.gradients.statistics import LayerStatistics
 from lightning_moeclip.parallel import checks
 from lightning_moeclip.parallel.explanation import Explanation, explain_plan
 from lightning_moeclip.parallel.fates import role_outside
+from lightning_moeclip.parallel.interop import listed_names
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.plan import SyncPlan, build_plan, plan_parameter
 from lightning_moeclip.parallel.roles import Towers, read_roles
@@ -143,8 +144,11 @@ class GradientCorridor:
         roles = dict(read_roles(self._module, self._settings.towers))
         roles |= {name: role_outside(parameter) for name, parameter in outside.items()}
         everything = [*self._module.named_parameters(), *outside.items()]
+        listed = listed_names(self._module)
         self._everything = tuple(
-            plan_parameter(n, p, roles[n], is_spread=n in self._spread, is_in_module=n not in outside)
+            plan_parameter(
+                n, p, roles[n], is_spread=n in self._spread, is_in_module=n not in outside, is_listed=n in listed
+            )
             for n, p in everything
         )
         trainable = {n: p for n, p in everything if p.requires_grad or (keeps_frozen and id(p) in self._planned)}
@@ -154,6 +158,7 @@ class GradientCorridor:
             roles,
             self._mesh,
             spread=self._spread,
+            listed=listed,
             optimizer_only=frozenset(outside),
             bucket_size_mb=self._settings.bucket_size_mb,
         )

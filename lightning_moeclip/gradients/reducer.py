@@ -14,7 +14,7 @@ from lightning_moeclip.gradients.buckets import Bucket, Slot
 from lightning_moeclip.gradients.collectives import sum_over
 from lightning_moeclip.gradients.report import Attendance, ReductionResidual
 from lightning_moeclip.gradients.residual import ResidualSample
-from lightning_moeclip.gradients.roll_call import Answer, RollCall, Totals
+from lightning_moeclip.gradients.roll_call import Answer, RollCall, Totals, presence_fields, presence_totals
 from lightning_moeclip.gradients.slabs import Slabs
 from lightning_moeclip.gradients.stash import GradStash, StashMode, passage_for
 from lightning_moeclip.gradients.statistics import LayerStatistics
@@ -86,7 +86,7 @@ class Reducer:
         self.buckets = self._make_buckets(parameters, wire_dtype, stash, divisors)
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
         device = self.buckets[0].flat.device if self.buckets else torch.device("cpu")
-        self.roll_call = RollCall(mesh, len(self._slots), device)
+        self.roll_call = RollCall(mesh, [slot.planned.is_listed for slot in self._slots], device)
         self._order = list(self.buckets)
         self._be_idle()
         self._accumulators: list[torch.autograd.graph.Node] = []
@@ -375,14 +375,16 @@ class Reducer:
                 slot.parameter.grad = slot.view.clone()  # of one that was frozen: its view would keep the whole slab
         known = {id(slot.parameter): slot for slot in previous._slots}
         newcomers = [slot for slot in self._slots if id(slot.parameter) not in known]
-        presence = torch.tensor([float(slot.parameter.grad is not None) for slot in newcomers])
+        is_listed = [slot.planned.is_listed for slot in newcomers]
+        own = presence_fields([float(slot.parameter.grad is not None) for slot in newcomers], is_listed, self._mesh)
+        presence = torch.tensor(own)
         for slot in newcomers:
             slot.is_local = True  # nobody has reduced it
             slot.bucket.fill_missing_slot(slot)
             slot.bucket.pack_pending()
             sum_over(slot.view, slot.bucket.group)
         totals = sum_over(presence.to(self.roll_call.vector.device), self._mesh.gradient_groups["dp"]).tolist()
-        for slot, total in zip(newcomers, totals, strict=True):
+        for slot, (total, _) in zip(newcomers, presence_totals(totals, is_listed, self._mesh), strict=True):
             slot.parameter.grad = slot.view if total > 0 or self._is_idle_zero else None
             slot.is_local = False
         for slot in self._slots:

@@ -15,7 +15,7 @@ from lightning_moeclip.parallel.agreement import gather_objects
 from lightning_moeclip.parallel.mesh import Mesh
 from lightning_moeclip.parallel.step_checks import lone_pause
 
-__all__ = ["NUM_FIELDS", "Answer", "RollCall", "Totals"]
+__all__ = ["NUM_FIELDS", "Answer", "RollCall", "Totals", "presence_fields", "presence_totals"]
 
 # fields before the presence of each parameter; flags of more than 52 ranks take further ones
 _STEP, _STEP_SQUARED, _PAUSED, _PAUSED_SQUARED, _LIVE, _SPOILED, _LATE, _UNPLANNED, _TERMINATE, _LAST_BATCH = range(10)
@@ -60,7 +60,7 @@ class Totals:
         has_unplanned: see ``Answer``.
         is_termination_requested: see ``Answer``.
         ending_ranks: whose loader ends.
-        is_present: whether any rank has a gradient of a parameter.
+        is_present: whether any rank has a gradient of a parameter; of one that is listed, any that holds it.
         is_steady: whether that gradient came exactly once on every rank.
     """
 
@@ -79,14 +79,16 @@ class RollCall:
 
     Args:
         mesh: axes and groups.
-        num_parameters: number of planned parameters.
+        is_listed: for each planned parameter, see ``PlannedParameter``.
         device: of the collective.
     """
 
-    def __init__(self, mesh: Mesh, num_parameters: int, device: torch.device) -> None:
+    def __init__(self, mesh: Mesh, is_listed: Sequence[bool], device: torch.device) -> None:
         self._mesh = mesh
+        self._is_listed = tuple(is_listed)
         self._num_fields = _LAST_BATCH + num_flag_fields(mesh.world_size)
-        self.vector = torch.zeros(self._num_fields + num_parameters, dtype=torch.float64, device=device)
+        presence = presence_fields([0.0] * len(is_listed), is_listed, mesh)
+        self.vector = torch.zeros(self._num_fields + len(presence), dtype=torch.float64, device=device)
 
     def call(self, answer: Answer) -> Totals:
         """Sum what the ranks say; every rank must call this after the same backward.
@@ -102,7 +104,7 @@ class RollCall:
         if any(world_size * totals[i + 1] != totals[i] ** 2 for i in (_STEP, _PAUSED)):
             # all ranks see it in the same sums, so all of them come here
             raise RuntimeError(_told_apart(gather_objects((answer.step, answer.num_paused)), ending))
-        presence = totals[self._num_fields :]
+        presence = presence_totals(totals[self._num_fields :], self._is_listed, self._mesh)
         return Totals(
             num_live=int(totals[_LIVE]),
             is_spoiled=totals[_SPOILED] > 0,
@@ -110,8 +112,8 @@ class RollCall:
             has_unplanned=totals[_UNPLANNED] > 0,
             is_termination_requested=totals[_TERMINATE] > 0,
             ending_ranks=ending,
-            is_present=tuple(count > 0 for count in presence),
-            is_steady=tuple(count == world_size for count in presence),
+            is_present=tuple(held > 0 for held, _ in presence),
+            is_steady=tuple(count == world_size for _, count in presence),
         )
 
     def _written(self, answer: Answer) -> list[float]:
@@ -124,7 +126,29 @@ class RollCall:
         fields[_TERMINATE] = float(answer.is_termination_requested)
         fields[_LAST_BATCH:] = flag_fields(answer.is_last_batch, rank=self._mesh.rank, world_size=world_size)
         # one that came several times tells itself apart in the sum
-        return fields + [float(n and (1 if n == 1 else world_size + 1)) for n in answer.num_fired]
+        presence = [float(n and (1 if n == 1 else world_size + 1)) for n in answer.num_fired]
+        return fields + presence_fields(presence, self._is_listed, self._mesh)
+
+
+def presence_fields(values: Sequence[float], is_listed: Sequence[bool], mesh: Mesh) -> list[float]:
+    """What this rank puts into a sum over all ranks: one field for a parameter, and one for each place in ``ep`` for
+    one that is listed, which under one name is another on each of these places.
+    """
+    ep = mesh.expert_parallel_size
+    fields: list[float] = []
+    for value, is_own in zip(values, is_listed, strict=True):
+        fields += [value * (place == mesh.rank % ep) for place in range(ep)] if is_own else [value]
+    return fields
+
+
+def presence_totals(fields: Sequence[float], is_listed: Sequence[bool], mesh: Mesh) -> list[tuple[float, float]]:
+    """Read the sum of ``presence_fields``: for each parameter, over the ranks that hold it, and over all ranks."""
+    ep, remaining = mesh.expert_parallel_size, iter(fields)
+    totals = []
+    for is_own in is_listed:
+        places = [next(remaining) for _ in range(ep if is_own else 1)]
+        totals.append((places[mesh.rank % ep if is_own else 0], sum(places)))
+    return totals
 
 
 def _told_apart(by_rank: Sequence[tuple[int, int]], ending: tuple[int, ...]) -> str:

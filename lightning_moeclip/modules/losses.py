@@ -8,9 +8,9 @@ from typing_extensions import override
 
 from lightning_moeclip.modules.contrastive import contrastive_loss, global_contrastive_loss
 from lightning_moeclip.modules.logit_scale import ScaledLoss
-from lightning_moeclip.modules.sigmoid import global_sigmoid_loss
+from lightning_moeclip.modules.sigmoid import global_sigmoid_loss, sigmoid_loss
 
-__all__ = ["ContrastiveLoss", "SigmoidLoss", "contrastive_loss"]
+__all__ = ["ContrastiveLoss", "SigmoidLoss", "contrastive_loss", "sigmoid_loss"]
 
 
 class ContrastiveLoss(ScaledLoss):

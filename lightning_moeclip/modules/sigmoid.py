@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_moeclip.kernels.contrastive import sigmoid_gradients, sigmoid_statistics
+from lightning_moeclip.kernels.contrastive_dispatch import check_chunk_size
 from lightning_moeclip.kernels.contrastive_tiles import logit_dtype
 from lightning_moeclip.modules.contrastive import anchored, check_scalar, widened
 from lightning_moeclip.modules.cotangents import full_precision, narrowed, once_differentiable
@@ -18,7 +19,43 @@ from lightning_moeclip.modules.directions import Directions, DirectionSums
 from lightning_moeclip.modules.global_batch import GlobalBatch, gather_rows, meet, sum_to_owners
 from lightning_moeclip.parallel import ledger
 
-__all__ = ["global_sigmoid_loss"]
+__all__ = ["global_sigmoid_loss", "sigmoid_loss"]
+
+
+def sigmoid_loss(
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: Tensor,
+    logit_bias: Tensor,
+    *,
+    chunk_size: int = 4096,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """SigLIP's loss of the batch that all ranks share, from this rank's rows, with a scale and bias of the caller's.
+
+    A collective, forward and backward: every rank of the group calls it, also with no rows. Without a process
+    group it is the loss of one process.
+
+    Args:
+        image_features: [n_r, dim], used as given; n_r may differ by rank and be 0.
+        text_features: [n_r, dim], row i is the partner of image i.
+        logit_scale: one number, the log of the scale.
+        logit_bias: one number, added to every logit.
+        chunk_size: columns of the logits that exist at a time, at most.
+        group: ranks that share the batch; None for the default group.
+
+    Returns:
+        0-d, float32 at least. Its mean over ranks is the loss of one process.
+
+    Raises:
+        TypeError: ``logit_scale`` or ``logit_bias`` is not a tensor.
+        ValueError: ``chunk_size`` is below 1, or the scale or bias is not one number.
+        ValueError: on every rank alike, when shapes, widths or dtypes do not fit, or no rank holds a sample.
+    """
+    check_chunk_size(chunk_size)
+    return global_sigmoid_loss(
+        image_features, text_features, logit_scale, logit_bias, chunk_size, group, normalize=False
+    )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

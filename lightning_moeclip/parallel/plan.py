@@ -30,6 +30,8 @@ class PlannedParameter:
         dtype: dtype of the gradient.
         axis: replica axis: ``dp`` for one that every rank holds, ``edp`` for a spread expert.
         is_in_module: False for a parameter that only an optimizer holds.
+        is_listed: an expert of a list that another library has shared out: no slice of a whole, but a parameter that
+            the ranks of its replica axis have and no others.
     """
 
     name: str
@@ -38,6 +40,7 @@ class PlannedParameter:
     dtype: torch.dtype
     axis: Axis
     is_in_module: bool
+    is_listed: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -100,7 +103,13 @@ class SyncPlan:
 
 
 def plan_parameter(
-    name: str, parameter: nn.Parameter, role: ParamRole, *, is_spread: bool, is_in_module: bool
+    name: str,
+    parameter: nn.Parameter,
+    role: ParamRole,
+    *,
+    is_spread: bool,
+    is_in_module: bool,
+    is_listed: bool = False,
 ) -> PlannedParameter:
     """How ``parameter`` would be reduced if it is trained.
 
@@ -110,14 +119,16 @@ def plan_parameter(
         role: tower and kind.
         is_spread: this rank holds a slice.
         is_in_module: the module has it.
+        is_listed: it is of an expert that other ranks do not have, by their own list.
     """
     return PlannedParameter(
         name=name,
         role=role,
         shape=tuple(parameter.shape),
         dtype=parameter.grad_dtype or parameter.dtype,  # float32 for a 16-bit parameter with a master
-        axis="edp" if is_spread else "dp",
+        axis="edp" if is_spread or is_listed else "dp",
         is_in_module=is_in_module,
+        is_listed=is_listed,
     )
 
 
@@ -127,6 +138,7 @@ def build_plan(
     mesh: Mesh,
     *,
     spread: frozenset[str] = frozenset(),
+    listed: frozenset[str] = frozenset(),
     optimizer_only: frozenset[str] = frozenset(),
     bucket_size_mb: float = 25.0,
 ) -> SyncPlan:
@@ -140,6 +152,7 @@ def build_plan(
         roles: role by name.
         mesh: axes and groups.
         spread: names of expert parameters of which this rank holds a slice.
+        listed: names of those of experts that another library has shared out.
         optimizer_only: names of parameters that the module does not have.
         bucket_size_mb: upper bound of a bucket in MiB.
     """
@@ -150,7 +163,12 @@ def build_plan(
     open_buckets: dict[tuple, int] = {}
     for name, parameter in reversed(list(parameters.items())):
         planned = plan_parameter(
-            name, parameter, roles[name], is_spread=name in spread, is_in_module=name not in optimizer_only
+            name,
+            parameter,
+            roles[name],
+            is_spread=name in spread,
+            is_in_module=name not in optimizer_only,
+            is_listed=name in listed,
         )
         key = (planned.axis, planned.role.kind == "expert", planned.dtype, parameter.device)
         index = open_buckets.get(key)

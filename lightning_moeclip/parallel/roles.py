@@ -3,48 +3,26 @@
 Roles are kept by path and not as attributes: ``copy.deepcopy`` and averaged models drop attributes of a Parameter.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from lightning_moeclip.parallel.interop import Kind, recognise_kind, recognise_tower, tagged_parameters
 from lightning_moeclip.parallel.mesh import ExpertAxis
 
 __all__ = [
     "Kind",
     "ParamRole",
     "SpreadableExperts",
-    "kind_at",
     "read_roles",
     "resolve_towers",
     "spreadable_layers",
     "undecayed_parameters",
 ]
 
-Kind = Literal["dense", "expert", "router", "projection", "logit_scale"]
 Towers = Mapping[str, str | Sequence[str]]
-
-# path segments under which open_clip, transformers, timm-style and hand-written CLIP models keep a tower
-_TOWER_SEGMENTS = {
-    "image": {
-        "visual", "vision", "image", "vision_model", "vision_tower", "image_tower", "vision_encoder", "image_encoder",
-        "visual_projection", "vision_projection", "image_projection", "image_proj", "visual_proj", "vision_proj",
-        "image_head",
-    },
-    "text": {
-        "text", "text_model", "text_tower", "text_encoder", "text_projection", "text_proj", "text_head",
-    },
-}  # fmt: skip
-# open_clip's CLIP keeps the parts of its text tower beside `visual`
-_OPEN_CLIP_TEXT = {"transformer", "token_embedding", "positional_embedding", "ln_final", "text_projection"}
-
-_EXPERT = re.compile(r"(^|\.)experts?(\.|$)")
-_PROJECTION = re.compile(
-    r"(^|\.)((image|text|visual|vision)_(proj|projection)|projection(_head)?|proj_head|(visual|vision_model)\.proj)(\.|$)"
-)
-_SCALARS = {"logit_scale", "logit_bias", "temperature", "logit_temperature", "log_temperature"}
 
 
 @runtime_checkable
@@ -109,10 +87,11 @@ def read_roles(module: nn.Module, towers: Towers | None = None) -> dict[str, Par
     """
     resolved = resolve_towers(module, towers) if towers is not None else None
     experts = {id(p) for _, layer in spreadable_layers(module) for p in layer.expert_parameters().values()}
+    experts |= tagged_parameters(module)
     roles = {}
     for path, parameter in module.named_parameters():
-        tower = _recognise_tower(module, path) if resolved is None else _declared_tower(path, resolved)
-        kind = "expert" if id(parameter) in experts else kind_at(module, path, parameter.numel())
+        tower = recognise_tower(module, path) if resolved is None else _declared_tower(path, resolved)
+        kind = "expert" if id(parameter) in experts else recognise_kind(module, path, parameter.shape)
         roles[path] = ParamRole(tower, kind)
     return roles
 
@@ -151,37 +130,3 @@ def _contains(path: str, other: str) -> bool:
 
 def _declared_tower(path: str, towers: Mapping[str, Sequence[str]]) -> str | None:
     return next((t for t, paths in towers.items() if any(_contains(p, path) for p in paths)), None)
-
-
-def _recognise_tower(module: nn.Module, path: str) -> str | None:
-    segments = path.split(".")
-    parent = module
-    for segment in segments:
-        for tower, names in _TOWER_SEGMENTS.items():
-            if segment in names:
-                return tower
-        if segment in _OPEN_CLIP_TEXT and hasattr(parent, "visual"):
-            return "text"
-        parent = getattr(parent, segment, parent)
-    return None
-
-
-def kind_at(module: nn.Module, path: str, num_elements: int) -> Kind:
-    """Kind of the parameter at a path, by the names on the way alone.
-
-    Args:
-        module: the user's module.
-        path: of the parameter.
-        num_elements: of the whole parameter.
-    """
-    segments = path.split(".")
-    if segments[-1] in _SCALARS and num_elements == 1:
-        return "logit_scale"
-    if _EXPERT.search(path):
-        return "expert"
-    parent: object = module
-    for segment in segments:
-        if segment == "router" or (segment == "gate" and hasattr(parent, "experts")):
-            return "router"
-        parent = getattr(parent, segment, parent)
-    return "projection" if _PROJECTION.search(path) else "dense"

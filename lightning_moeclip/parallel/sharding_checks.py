@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_moeclip.parallel import rules
-from lightning_moeclip.parallel.roles import Kind, ParamRole, kind_at, read_roles, spreadable_layers
+from lightning_moeclip.parallel.interop import Kind, recognise_kind
+from lightning_moeclip.parallel.roles import ParamRole, read_roles, spreadable_layers
 
 __all__ = [
     "ShardedParameter",
@@ -190,7 +191,7 @@ def _in_flat_units(module: nn.Module) -> Iterator[ShardedParameter]:
             whole = (prefix + name).replace(_WRAPPED, "")
             yield ShardedParameter(
                 whole,
-                "expert" if whole in experts else kind_at(module, whole, shape.numel()),
+                "expert" if whole in experts else recognise_kind(module, whole, shape),
                 "fsdp1",
                 ranks,
                 unit.mixed_precision.param_dtype,

@@ -6,8 +6,9 @@ from torch import Tensor, nn
 
 from lightning_moeclip.gradients.collectives import broadcast_from_first
 from lightning_moeclip.parallel.checks import check_same_on_all_ranks
+from lightning_moeclip.parallel.interop import listed_names
 from lightning_moeclip.parallel.mesh import Mesh
-from lightning_moeclip.state.canonical import spread_names
+from lightning_moeclip.state.canonical import own_expert_names
 from lightning_moeclip.state.strided import strided_parts
 
 __all__ = ["broadcast_buffers", "broadcast_state"]
@@ -25,12 +26,12 @@ def broadcast_state(module: nn.Module, mesh: Mesh) -> None:
     check_same_on_all_ranks(
         _lines({**dict(module.named_parameters()), **_parts(_saved_buffers(module))}), what="The model"
     )
-    spread = spread_names(module)
+    own = own_expert_names(module)
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    whole = {id(p): p for name, p in parameters.items() if name not in spread}
+    whole = {id(p): p for name, p in parameters.items() if name not in own}
     broadcast_from_first(whole.values(), mesh.gradient_groups["dp"])
     broadcast_buffers(module, mesh)
-    slices = {id(parameters[name]): parameters[name] for name in spread}
+    slices = {id(p): p for name, p in parameters.items() if name in own}
     broadcast_from_first(slices.values(), mesh.gradient_groups["edp"])
 
 
@@ -46,7 +47,11 @@ def broadcast_buffers(module: nn.Module, mesh: Mesh) -> None:
     parts = _parts(buffers)
     if len(parts) > len(buffers):  # some are sparse, and may have got more elements since the start
         check_same_on_all_ranks(_lines(parts), what="A sparse buffer")
-    broadcast_from_first(parts.values(), mesh.gradient_groups["dp"])
+    own = listed_names(module)
+    of_experts = {name: buffer for name, buffer in buffers.items() if name in own}
+    shared = {name: buffer for name, buffer in buffers.items() if name not in own}
+    broadcast_from_first(_parts(shared).values(), mesh.gradient_groups["dp"])
+    broadcast_from_first(_parts(of_experts).values(), mesh.gradient_groups["edp"])
 
 
 def _lines(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -11,13 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_moeclip.gradients.master_parameter import model_parameter
 from lightning_moeclip.gradients.masters import MasterWeights
+from lightning_moeclip.parallel import ledger
+from lightning_moeclip.parallel.agreement import gather_objects
+from lightning_moeclip.parallel.interop import listed_names
 from lightning_moeclip.parallel.mesh import ExpertAxis
 from lightning_moeclip.parallel.roles import spreadable_layers
+from lightning_moeclip.state.rank_experts import RankExperts
 
-__all__ = ["SpreadExperts", "gather_experts", "spread_names"]
+__all__ = ["SpreadExperts", "gather_experts", "own_expert_names", "spread_names"]
+
+
+def own_expert_names(module: nn.Module) -> frozenset[str]:
+    """Names of what this rank shares with its ``edp`` group alone: slices of experts, and lists of other libraries."""
+    return frozenset(spread_names(module)) | listed_names(module)
 
 
 def spread_names(module: nn.Module) -> dict[str, int]:
@@ -46,9 +56,19 @@ def gather_experts(part: Tensor, axis: ExpertAxis) -> Tensor:
     Returns:
         [num_experts, ...], the same on every rank.
     """
+    return torch.cat(_gather_parts(part, axis))
+
+
+@torch.no_grad()
+def _gather_parts(part: Tensor, axis: ExpertAxis) -> list[Tensor]:
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(axis.size)]
     dist.all_gather(parts, part.detach().contiguous(), group=axis.group)
-    return torch.cat(parts)
+    return parts
+
+
+def _gather_values(value: Any, axis: ExpertAxis) -> list[Any]:
+    first = dist.get_rank() - axis.rank  # ranks that share experts out are neighbours
+    return gather_objects(value)[first : first + axis.size]
 
 
 class SpreadExperts:
@@ -61,6 +81,10 @@ class SpreadExperts:
         self.axis = axis
         self._roots: list[nn.Module] = []
         self._num_experts: dict[int, int] = {}  # by id of the parameter, kept after the experts are whole again
+        self._lists = RankExperts(
+            axis.rank, lambda part: _gather_parts(part, axis), lambda value: _gather_values(value, axis)
+        )
+        self._hooks: list[RemovableHandle] = []
 
     def spread(self, root: nn.Module) -> None:
         """Keep this rank's slice in every layer under ``root``; layers that are spread already stay as they are.
@@ -73,11 +97,16 @@ class SpreadExperts:
             layer.shard_experts(self.axis)
         for _, layer in spreadable_layers(root):
             self._num_experts |= {id(p): layer.num_experts for p in layer.expert_parameters().values()}
+        lists = self._lists.learn(root)
         if all(root is not other for other in self._roots):
             self._roots.append(root)
+            self._hooks += [e.layer.register_forward_hook(_enter) for e in lists if e.layer is not None]
 
     def gather(self, *, masters: MasterWeights | None = None) -> None:
-        """Make the experts of every spread module whole again, and their masters with them."""
+        """Make the experts of every spread module whole again, and their masters with them.
+
+        Lists of other libraries stay: each rank has no place for more than its own.
+        """
         for root in self._roots:
             for _, layer in spreadable_layers(root):
                 if layer.expert_axis is not None:
@@ -90,6 +119,8 @@ class SpreadExperts:
                     for master, whole in whole_masters:
                         master.become(whole)
         self._roots.clear()
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def whole_model_state(self, state: Mapping[str, Any], root: nn.Module) -> dict[str, Any]:
         """``state`` of ``root`` with whole experts.
@@ -104,15 +135,23 @@ class SpreadExperts:
             value = whole.get(name)
             if isinstance(value, Tensor) and value.shape[0] * self.axis.size == num_experts:
                 whole[name] = gather_experts(value, self.axis)
-        return whole
+        return self._lists.whole_model_state(whole, root)
+
+    def own_model_state(self, state: Mapping[str, Any], root: nn.Module) -> dict[str, Any]:
+        """``state`` with this rank's experts in the lists of other libraries; a ``MoE`` takes its own from the whole.
+
+        Raises:
+            ValueError: ``state`` has some of the experts of such a list and not all.
+        """
+        return self._lists.own_model_state(state, root)
 
     def whole_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
         """State dict of ``optimizer`` with whole moments for every spread expert."""
-        return self._map_moments(optimizer, state, is_whole=False)
+        return self._lists.whole_optimizer_state(optimizer, self._map_moments(optimizer, state, is_whole=False))
 
     def own_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
         """State dict of ``optimizer`` with this rank's slice of the moments of every spread expert."""
-        return self._map_moments(optimizer, state, is_whole=True)
+        return self._map_moments(optimizer, self._lists.own_optimizer_state(optimizer, state), is_whole=True)
 
     def _map_moments(self, optimizer: Optimizer, state: Mapping[str, Any], *, is_whole: bool) -> dict[str, Any]:
         moments = dict(state["state"])
@@ -132,6 +171,13 @@ class SpreadExperts:
         if is_whole:
             return value.chunk(self.axis.size)[self.axis.rank].clone()
         return gather_experts(value, self.axis)
+
+
+def _enter(layer: nn.Module, given: Any, output: Any) -> None:
+    """A rank whose step returns no loss has to take part in the layer's backward too."""
+    for value in output if isinstance(output, tuple) else (output,):
+        if isinstance(value, Tensor):
+            ledger.enter(value)
 
 
 def _has_rows(value: object, rows: int) -> bool:

@@ -17,7 +17,7 @@ from lightning_moeclip.gradients.corridor import optimizer_only_parameters
 from lightning_moeclip.gradients.master_parameter import model_parameter
 from lightning_moeclip.gradients.masters import MasterWeights
 from lightning_moeclip.parallel.mesh import Axis
-from lightning_moeclip.state.canonical import spread_names
+from lightning_moeclip.state.canonical import own_expert_names
 from lightning_moeclip.state.layouts import take_apart
 
 __all__ = ["Entry", "Key", "ReplicatedState", "ScalingState"]
@@ -78,8 +78,8 @@ class ReplicatedState:
         self._stepped = stepped
         outside = optimizer_only_parameters(module, optimizers)
         self.parameters: dict[str, nn.Parameter] = {**dict(module.named_parameters()), **outside}
-        spread = spread_names(module)
-        self.axes: dict[str, Axis] = {name: "edp" if name in spread else "dp" for name in self.parameters}
+        own = own_expert_names(module)
+        self.axes: dict[str, Axis] = {name: "edp" if name in own else "dp" for name in self.parameters}
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._holders: dict[str, tuple[Optimizer, nn.Parameter]] = {
             names[id(model_parameter(held))]: (optimizer, held)
