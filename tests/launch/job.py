@@ -35,14 +35,9 @@ def say(text: str) -> None:
 
 
 class Model(LightningModule):
-    def __init__(self, *, is_late: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(2, 2)
-        self.is_late = is_late
-
-    def configure_model(self) -> None:
-        if self.is_late:
-            self.head = torch.nn.Linear(2, 2)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return self.layer(batch).pow(2).mean()
@@ -89,13 +84,11 @@ def now(act: Any) -> Any:
     return do
 
 
-def fit(
-    out: str, *callbacks: Callback, steps: int = 6, val_steps: int = 0, late: bool = False, start="popen", devices=2
-) -> Any:
+def fit(out: str, *callbacks: Callback, steps: int = 6, val_steps: int = 0, devices=2) -> Any:
     trainer = Trainer(
         accelerator="cpu",
         devices=devices,
-        strategy=Strategy(process_group_backend="gloo", start_method=start),
+        strategy=Strategy(process_group_backend="gloo"),
         max_epochs=1,
         logger=False,
         callbacks=list(callbacks),
@@ -105,7 +98,7 @@ def fit(
         use_distributed_sampler=False,
         default_root_dir=out,
     )
-    model = Model(is_late=late)
+    model = Model()
     loaders = [DataLoader(torch.ones(max(n, 1) * 2, 2), batch_size=2) for n in (steps, val_steps)]
     trainer.fit(model, loaders[0], loaders[1] if val_steps else None)
     return trainer, model, loaders[0]
@@ -135,8 +128,6 @@ def run(step: str, out: str) -> None:
     elif step == "late":
         time.sleep(60 * rank)
         fit(out)
-    elif step == "fork_late":
-        refused(Exception, out=out, start="fork", late=True)
     else:
         act, bad, *devices = step.split(":")
         act = {

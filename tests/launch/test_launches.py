@@ -234,23 +234,29 @@ def test_slurm_tasks_fit_and_end_together(tmp_path: Path, launches: list[Launch]
     assert len(set(re.findall(r"fitted ([\d.]+)", ended.text))) == 1
 
 
-@pytest.mark.parametrize(("start", "num_processes"), [("spawn", 1), ("fork", 1), ("popen", 2)])
-def test_spread_experts_end_as_one_process_and_are_saved_after_fit(
-    start: str, num_processes: int, tmp_path: Path, launches: list[Launch]
+LOST = {
+    "LateExperts": r"The parameter 'late\.w_in' \(\d in all\) was made in configure_model or setup",
+    "Outside": r"The parameter 'optimizer0\.group0\.\d+' \(1 in all\) is in an optimizer and not in",
+}
+
+
+@pytest.mark.parametrize(
+    ("start", "num_processes", "lost"),
+    [("spawn", 1, []), ("fork", 1, ["LateExperts"]), ("popen", 2, [])],
+)
+def test_spread_experts_end_as_one_process_and_are_saved_after_fit_and_what_would_be_lost_is_refused(
+    start: str, num_processes: int, lost: list[str], tmp_path: Path, launches: list[Launch]
 ) -> None:
-    launches.append(Launch(tmp_path, start, job=SPREAD_JOB, torchrun=start == "popen"))
+    launches.append(Launch(tmp_path, start, "Whole", *lost, job=SPREAD_JOB, torchrun=start == "popen"))
     ended = launches[0].end()
     assert ended.codes == [0], ended.text
     # where the ranks were spawned or forked, the process that goes on is the main one, which met nobody
     errors = re.findall(r"(?:error|saved) (\d\.\d+e[-+]\d+)", ended.text)  # ranks may share a line
     assert len(errors) == 2 * num_processes, ended.text
     assert all(float(error) < 1e-9 for error in errors), ended.text
-
-
-LOST = {
-    "LateExperts": r"The parameter 'late\.w_in' \(\d in all\) was made in configure_model or setup",
-    "Outside": r"The parameter 'optimizer0\.group0\.\d+' \(1 in all\) is in an optimizer and not in",
-}
+    for kind in lost:
+        told = rf"ValueError: {LOST[kind]}.*, under start_method='{start}': .*__init__"
+        assert re.search(told, ended.text), ended.text
 
 
 def test_spawn_refuses_parameters_that_the_main_process_would_not_get_back(
@@ -261,14 +267,6 @@ def test_spawn_refuses_parameters_that_the_main_process_would_not_get_back(
     assert ended.codes == [0], ended.text
     for told in LOST.values():
         assert re.search(rf"ValueError: {told}.*, under start_method='spawn': .*__init__", ended.text), ended.text
-
-
-def test_fork_refuses_parameters_of_configure_model(tmp_path: Path, launches: list[Launch]) -> None:
-    launches.append(Launch(tmp_path, "fork_late"))
-    ended = launches[0].end()
-    assert ended.codes == [0], ended.text
-    told = r"ValueError: The parameter 'head.weight' \(2 in all\) was made in configure_model .*'fork'.*__init__"
-    assert re.search(told, ended.text), ended.text
 
 
 def test_ctrl_c_ends_all_ranks_with_stock_exit_code(tmp_path: Path, launches: list[Launch]) -> None:
