@@ -166,7 +166,7 @@ def test_clipping_is_the_users_to_call(algorithm: str) -> None:
 
     wanted, found = script(stock), script(ours)
     for name, value in wanted.items():
-        # value: to the bit; norm: ours sums squares in float64, so a weight near 1 may differ by an ulp in each of 3 steps
+        # value: to the bit; norm: ours sums squares in float64, an ulp of a weight near 1 in each of 3 steps
         assert (found[name] - value).abs().max() <= (3 * 2**-23 if algorithm == "norm" else 0.0), name
 
 
