@@ -6,9 +6,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch import Tensor, nn, optim
 
-from lightning_moeclip.binding import LightningOptimizer, pl
+from lightning_moeclip.binding import LightningOptimizer, MixedPrecision, pl
 from tests.upstream.configured import configured, sgd
 from tests.upstream.models import (
     ByHand,
@@ -283,3 +284,48 @@ def test_outputs_of_a_step_are_a_loss_a_dict_with_one_or_nothing() -> None:
 
     with pytest.raises(Misconfigured, match="the 'loss' key needs to be present"):
         ours().fit(Wrong())
+
+
+class Overflows(Damper):
+    """Its second loss is infinite."""
+
+    def __init__(self, *, is_automatic: bool, fused: bool) -> None:
+        super().__init__()
+        self.automatic_optimization, self.fused = is_automatic, fused
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.loss(batch) * (float("inf") if batch_idx == 1 else 1.0)
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def on_after_backward(self) -> None:
+        self.seen.append([p.grad.clone() for p in self.parameters()])
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if not self.fused:  # Lightning shows those of a fused optimizer scaled, and ours shows them true
+            self.on_after_backward()
+
+    def configure_optimizers(self) -> Any:
+        return optim.Adam(self.parameters(), lr=self.lr, fused=self.fused)
+
+    def train_dataloader(self) -> Any:
+        return rows(7)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("is_automatic", [True, False], ids=["automatic", "by hand"])
+def test_a_scaler_of_torch_scales_skips_and_grows_as_on_one_device(is_automatic: bool, fused: bool) -> None:
+    def script(make: MakeTrainer) -> Any:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        module = Overflows(is_automatic=is_automatic, fused=fused)
+        trainer = make(plugins=[MixedPrecision("16-mixed", "cpu", scaler)], limit_val_batches=0)
+        trainer.fit(module)
+        return weights(module), module.seen, trainer.precision_plugin.scaler.get_scale(), trainer.global_step
+
+    assert under_both(script)[2:] == (2.0**10, 7)  # halved once, doubled once after three good steps of five
