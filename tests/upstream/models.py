@@ -51,9 +51,9 @@ def under_both(script: Callable[[MakeTrainer], Any]) -> Any:
 
 
 def differences(found: Any, wanted: Any, where: str = "") -> Iterable[str]:
-    """Where two nested values differ, in words; tensors are compared by their bits."""
+    """Where two nested values differ, in words; tensors to the bit, and NaN is NaN."""
     if isinstance(wanted, Tensor):
-        if not (isinstance(found, Tensor) and found.dtype == wanted.dtype and torch.equal(found, wanted)):
+        if not (isinstance(found, Tensor) and found.dtype == wanted.dtype and is_same(found, wanted)):
             yield f"{where}: {found} for {wanted}"
     elif isinstance(wanted, Mapping) and isinstance(found, Mapping):
         for key in {**wanted, **found}:
@@ -69,6 +69,10 @@ def differences(found: Any, wanted: Any, where: str = "") -> Iterable[str]:
             yield f"{where}: {len(found)} items for {len(wanted)}, the first more is {more}"
     elif found != wanted:
         yield f"{where}: {found} for {wanted}"
+
+
+def is_same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def rows(num_batches: int = 3, *, seed: int = 0) -> DataLoader:
@@ -169,6 +173,19 @@ class ByHand(Damper):
             torch.optim.SGD(self.inner.parameters(), lr=self.lr),
             torch.optim.Adam(self.outer.parameters(), lr=self.lr),
         ]
+
+
+class Idle(Damper):
+    """A layer that no loss comes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(4, 4)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        with torch.no_grad():
+            batch = self.idle(batch)
+        return self.loss(batch)
 
 
 class Planned(RuntimeError):

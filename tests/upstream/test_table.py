@@ -66,7 +66,10 @@ def test_the_numbers_of_the_table_are_counted() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_every_test_makes_its_trainer_by_the_function_that_asserts_the_strategy(path: Path) -> None:
-    known = definitions(HERE / "models.py") | definitions(path)
+    known: dict[str, ast.AST] = {}
+    for shared in HERE.glob("*.py"):
+        known |= {} if shared.name.startswith("test_") else definitions(shared)
+    known |= definitions(path)
 
     def reaches(name: str, seen: set[str]) -> bool:
         if name == "ours":
