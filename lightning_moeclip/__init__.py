@@ -28,9 +28,10 @@ register_with_lightning()
 _HOMES = {
     "MoEClipStrategy": "lightning_moeclip.strategy",
     "MoEClipPrecision": "lightning_moeclip.precision",
+    "verify": "lightning_moeclip.diagnosis.verify",
 }
 
-__all__ = ["MoEClipPrecision", "MoEClipStrategy", "__version__"]
+__all__ = ["MoEClipPrecision", "MoEClipStrategy", "__version__", "verify"]
 
 
 def __getattr__(name: str) -> object:

@@ -15,6 +15,7 @@ from lightning_moeclip.parallel.mesh import ExpertAxis
 __all__ = [
     "ParamRole",
     "SpreadableExperts",
+    "is_scalar_name",
     "read_roles",
     "resolve_towers",
     "spreadable_layers",
@@ -83,6 +84,11 @@ def spreadable_layers(module: nn.Module) -> Iterator[tuple[str, SpreadableExpert
     for path, layer in module.named_modules():
         if isinstance(layer, SpreadableExperts):
             yield path, layer
+
+
+def is_scalar_name(path: str) -> bool:
+    """Whether a parameter of this path is called what the scale or the bias of logits is called."""
+    return path.rpartition(".")[2] in _SCALARS
 
 
 def undecayed_parameters(module: nn.Module) -> frozenset[int]:
@@ -165,7 +171,7 @@ def _recognise_tower(module: nn.Module, path: str) -> str | None:
 
 def _recognise_kind(module: nn.Module, path: str, parameter: nn.Parameter) -> Kind:
     segments = path.split(".")
-    if segments[-1] in _SCALARS and parameter.numel() == 1:
+    if is_scalar_name(path) and parameter.numel() == 1:
         return "logit_scale"
     if _EXPERT.search(path):
         return "expert"
