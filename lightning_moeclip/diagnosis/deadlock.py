@@ -8,6 +8,7 @@ them waits in a collective. A rank that computes, sleeps or reads a file is none
 import json
 import os
 import pickle
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,9 @@ __all__ = ["ENVIRONMENT", "Deadlock", "ProgressMonitor", "Waiting", "watch_for_d
 ENVIRONMENT = {"TORCH_FR_BUFFER_SIZE": "64"}  # operations that the flight recorder keeps; none without it
 _POLL_S = 0.5
 _BUSY_S = 0.005  # of computing between two polls; a wait in a collective of gloo takes nothing
+_CALL = re.compile(r'File "(.+?)", line (\d+), in (.+)')
+_WRAPPER = "c10d_logger"  # of torch, around every collective
+_NUM_CALLS = 4  # that are printed
 STILL_S = 8.0  # without computing on any rank; far above what a busy machine keeps a process waiting
 _STALE_S = 5.0  # a rank whose monitor has not told for so long is not known to wait
 _COLLECTIVE_FRAMES = ("/torch/distributed/", "/torch/autograd/graph.py")
@@ -44,9 +48,10 @@ class Waiting:
     place: str = ""
 
     def told(self) -> str:
-        """One line, and the two innermost calls."""
-        calls = "\n".join(f"    {line.strip()}" for line in self.place.splitlines()[-4:])
-        return f"rank {self.rank} waits in {self.operation}" + (f"\n{calls}" if calls else "")
+        """The operation, and the innermost calls."""
+        calls = [f"{name} ({Path(file).name}:{line})" for file, line, name in _CALL.findall(self.place)]
+        calls = [call for call in calls if _WRAPPER not in call]
+        return f"rank {self.rank} waits in {self.operation}, in {' < '.join(calls[: -_NUM_CALLS - 1 : -1])}"
 
 
 class Deadlock(RuntimeError):
@@ -136,7 +141,9 @@ def _operation_from(place: str) -> str:
     return f"{inner.rpartition(' in ')[2]} of torch.distributed"
 
 
-def watch_for_deadlock(folder: Path, world_size: int, *, has_failed: Callable[[], bool]) -> Callable[[frozenset[int]], None]:
+def watch_for_deadlock(
+    folder: Path, world_size: int, *, has_failed: Callable[[], bool]
+) -> Callable[[frozenset[int]], None]:
     """What a launcher calls to have ``Deadlock`` raised.
 
     Args:
@@ -150,7 +157,9 @@ def watch_for_deadlock(folder: Path, world_size: int, *, has_failed: Callable[[]
             return
         waiting = tuple(_still(folder, running))
         if len(waiting) == len(running):
-            ended = tuple(Waiting(r, "nothing: it has ended its training") for r in range(world_size) if r not in running)
+            ended = tuple(
+                Waiting(r, "nothing: it has ended its training") for r in range(world_size) if r not in running
+            )
             raise Deadlock(tuple(sorted((*waiting, *ended), key=lambda w: w.rank)))
 
     return watch

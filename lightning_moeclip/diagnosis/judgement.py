@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from lightning_moeclip.diagnosis.causes import Cause, Evidence, World, cause_of_gradient, cause_of_loss
+from lightning_moeclip.diagnosis.causes import cause_of_gradient, cause_of_loss, frozen_on
+from lightning_moeclip.diagnosis.evidence import Cause, Evidence, World
 from lightning_moeclip.diagnosis.observations import GradientSeen, NormSeen, StepSeen, Unfinished
 from lightning_moeclip.diagnosis.verify_report import Finding
 
@@ -24,12 +25,14 @@ class Seen:
         ranks: steps of each rank, by rank and number.
         unfinished: of the ranks that were ended.
         tolerance: largest error that passes.
+        frozen: ranks on which a parameter that one process trains is frozen when the run ends, by name.
     """
 
     one: Mapping[int, StepSeen]
     ranks: Mapping[int, Mapping[int, StepSeen]]
     unfinished: Mapping[int, Unfinished]
     tolerance: float
+    frozen: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def at(self, step: int) -> dict[int, StepSeen]:
         """That step of each rank that came to it."""
@@ -39,7 +42,8 @@ class Seen:
 def judge(seen: Seen, world: World) -> tuple[Finding, ...]:
     """All that is above the tolerance, causes before consequences, larger errors first."""
     first = first_wrong_step(seen)
-    world = replace(world, loss_ratio=loss_ratio(seen, first) if first else float("nan"))
+    if first:
+        world = replace(world, loss_ratio=loss_ratio(seen, first), nan_losses=_nan_losses(seen, first))
     found: dict[tuple[str, str], Finding] = {}
     for step in sorted(seen.one):
         for finding in _of_step(seen, step, first, world):
@@ -47,6 +51,8 @@ def judge(seen: Seen, world: World) -> tuple[Finding, ...]:
             # a wrong gradient makes a wrong parameter: one of them is enough
             if key not in found and (finding.quantity != "parameter" or (finding.name, "gradient") not in found):
                 found[key] = finding
+    for name, ranks in seen.frozen.items():
+        found.setdefault((name, "gradient"), _finding(name, "gradient", 1, float("inf"), frozen_on(ranks)))
     return tuple(sorted(found.values(), key=lambda f: (f.code == "follows", -f.error)))
 
 
@@ -62,6 +68,10 @@ def loss_ratio(seen: Seen, step: int) -> float:
     """Mean loss of the ranks over that of one process; NaN where it is not known."""
     pairs = _losses(seen, step)
     return pairs[0][0] / pairs[0][1] if pairs and pairs[0][1] != 0.0 else float("nan")
+
+
+def _nan_losses(seen: Seen, step: int) -> tuple[int, ...]:
+    return tuple(rank for rank, s in sorted(seen.at(step).items()) if not all(map(math.isfinite, s.losses)))
 
 
 def largest_errors(seen: Seen) -> dict[str, float]:

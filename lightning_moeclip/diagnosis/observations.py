@@ -112,6 +112,7 @@ class RankFacts:
         strategy: class of the strategy.
         expert_parallel_size: of the strategy; 1 where it has none.
         kinds: of the parameters, as the strategy reads them, by name.
+        trainable: names of the parameters of the module that require a gradient.
         outside: names of parameters that an optimizer holds and the module does not.
         silenced: modules whose dropout was set to zero.
         batch_norms: modules that normalise with the rows of their own rank.
@@ -122,6 +123,7 @@ class RankFacts:
     strategy: str = ""
     expert_parallel_size: int = 1
     kinds: dict[str, str] = field(default_factory=dict)
+    trainable: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
     silenced: tuple[str, ...] = ()
     batch_norms: tuple[str, ...] = ()

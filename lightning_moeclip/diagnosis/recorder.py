@@ -149,7 +149,18 @@ class Writer(Recorder):
             alive = self.parameters[name].requires_grad
             norm, bad = (0.0, 0) if g is None else (_norm(g), num_nonfinite(g))
             one = GradientSeen(
-                name, alive, g is None, g is None, 0.0, 1.0, 0.0, norm, bad, self.arrivals(name), self.local(name), final
+                name,
+                alive,
+                g is None,
+                g is None,
+                0.0,
+                1.0,
+                0.0,
+                norm,
+                bad,
+                self.arrivals(name),
+                self.local(name),
+                final,
             )
             seen.append(one)
         self.seen = replace(self.seen, gradients=(*self.seen.gradients, *seen))
@@ -281,8 +292,10 @@ def on_this_rank(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     # all ranks have the same placements: a pending sum is one on all of them
-    settled = tensor if not any(p.is_partial() for p in tensor.placements) else tensor.redistribute(
-        placements=[_settled(p) for p in tensor.placements]
+    settled = (
+        tensor
+        if not any(p.is_partial() for p in tensor.placements)
+        else tensor.redistribute(placements=[_settled(p) for p in tensor.placements])
     )
     return settled.to_local().detach()
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from lightning_moeclip.diagnosis.causes import UNDECIDED, World, tied
+from lightning_moeclip.diagnosis.causes import UNDECIDED, tied
 from lightning_moeclip.diagnosis.deadlock import ENVIRONMENT, Deadlock, Waiting, watch_for_deadlock
+from lightning_moeclip.diagnosis.evidence import World
 from lightning_moeclip.diagnosis.factory import Factory
 from lightning_moeclip.diagnosis.judgement import Seen, judge, largest_errors
 from lightning_moeclip.diagnosis.observations import RankFacts, StepSeen, Unfinished
@@ -29,6 +30,8 @@ __all__ = ["verify"]
 # rounding of float64 is 2e-16; Adam divides a gradient by no less than its eps of 1e-8
 TOLERANCE = 1e-8
 _INDICES = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
+
+_ENDED = re.compile(r"RuntimeError: rank \d+ was ended because rank \d+ failed")  # our strategy's words
 
 
 def verify(
@@ -144,7 +147,7 @@ class _Verification:
         errors = dict.fromkeys(("loss", "gradients", "clip_norm", "parameters"), float("nan"))
         notes = self._notes(facts.get("one") or rank_facts)
         if one is not None:
-            seen = self._seen(one, is_ended=bool(failures or deadlock))
+            seen = self._seen(one, facts, is_ended=bool(failures or deadlock))
             world = self._world(facts, rank_facts, one)
             findings, errors = judge(seen, world), largest_errors(seen)
             if any(f.code in UNDECIDED for f in findings):
@@ -169,14 +172,20 @@ class _Verification:
         paths = self.folder.glob("facts.*.pt")
         return {p.name.split(".")[1]: torch.load(p, weights_only=False) for p in paths}
 
-    def _seen(self, one: OneProcess, *, is_ended: bool) -> Seen:
+    def _seen(self, one: OneProcess, facts: Mapping[str, RankFacts], *, is_ended: bool) -> Seen:
         ranks = {rank: self._steps(str(rank)) for rank in range(self.job.world_size)}
         unfinished: dict[int, Unfinished] = {}
         for rank in range(self.job.world_size):
             path = self.folder / f"unfinished.{rank}.pt"
             if is_ended and path.exists():
                 unfinished[rank] = torch.load(path, weights_only=False)
-        return Seen({s.step: s for s in one.steps}, ranks, unfinished, self.tolerance)
+        trained = set(facts["one"].trainable)
+        frozen: dict[str, tuple[int, ...]] = {}
+        for rank in ranks:
+            told = facts.get(str(rank))
+            for name in sorted(trained - set(told.trainable)) if told is not None else ():
+                frozen[name] = (*frozen.get(name, ()), rank)
+        return Seen({s.step: s for s in one.steps}, ranks, unfinished, self.tolerance, frozen)
 
     def _steps(self, label: str) -> dict[int, StepSeen]:
         steps = [torch.load(p, weights_only=False) for p in self.folder.glob(f"seen.{label}.*.pt")]
@@ -211,7 +220,9 @@ class _Verification:
         notes = []
         dropped = {n: n % self.job.world_size for n in facts.num_rows if n % self.job.world_size}
         for rows, rest in dropped.items():
-            notes.append(f"the last {rest} of {rows} rows of a batch are left out: {self.job.world_size} ranks share it")
+            notes.append(
+                f"the last {rest} of {rows} rows of a batch are left out: {self.job.world_size} ranks share it"
+            )
         if facts.silenced:
             notes.append(f"dropout is set to 0 in {', '.join(facts.silenced[:6])}")
         if facts.outside:
@@ -258,8 +269,12 @@ def _names_in(message: str, names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _causes_first(failures: Mapping[int, RankFailure]) -> tuple[RankFailure, ...]:
     """Failures by rank, without those that only tell that another rank is gone."""
-    causes = [f for f in failures.values() if f.traceback and not is_lost_peer(RuntimeError(f.error))]
+    causes = [f for f in failures.values() if f.traceback and not _is_consequence(f.error)]
     return tuple(causes or failures.values())
+
+
+def _is_consequence(error: str) -> bool:
+    return bool(_ENDED.match(error)) or is_lost_peer(RuntimeError(error))
 
 
 def _notes_of(seen: Seen) -> tuple[str, ...]:

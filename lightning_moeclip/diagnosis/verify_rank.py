@@ -119,6 +119,7 @@ def _facts(case: TrainingCase, strategy: Any, outside: tuple[str, ...], silenced
         strategy=type(strategy).__name__,
         expert_parallel_size=getattr(strategy, "expert_parallel_size", 1),
         kinds=kinds,
+        trainable=tuple(name for name, p in case.module.named_parameters() if p.requires_grad),
         outside=outside,
         silenced=silenced,
         batch_norms=batch_norms(case.module),
@@ -127,9 +128,7 @@ def _facts(case: TrainingCase, strategy: Any, outside: tuple[str, ...], silenced
     )
 
 
-def _trainer(
-    job: VerifyJob, folder: Path, recorder: Recorder, *, devices: int, strategy: Any, num_batches: int
-) -> Any:
+def _trainer(job: VerifyJob, folder: Path, recorder: Recorder, *, devices: int, strategy: Any, num_batches: int) -> Any:
     return pl.Trainer(
         accelerator="cpu",
         devices=devices,

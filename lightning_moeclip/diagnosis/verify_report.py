@@ -38,9 +38,9 @@ class Finding:
     is_in_step: bool = False
 
     def told(self) -> str:
-        """One line."""
+        """One line, with the cause as one word."""
         of = f" of {self.name}" if self.name else ""
-        return f"{self.error:.3g}  {self.quantity}{of}, step {self.step}: {self.cause}"
+        return f"{self.error:<9.3g} {self.quantity}{of}, step {self.step}: {self.code}"
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class VerifyReport:
 
     def to_json(self) -> str:
         """Everything as JSON; numbers that are not finite are strings."""
-        fields = {name: value for name, value in asdict(self).items()}
-        return json.dumps(_plain({"ok": self.ok, **fields, "worst": [asdict(f) for f in self.worst]}), indent=2)
+        worst = [asdict(finding) for finding in self.worst]
+        return json.dumps(_plain({"ok": self.ok, **asdict(self), "worst": worst}), indent=2)
 
     def __str__(self) -> str:
         spread = f", expert_parallel_size={self.expert_parallel_size}" if self.expert_parallel_size > 1 else ""
@@ -145,7 +145,7 @@ class VerifyReport:
         for cause in dict.fromkeys(f.cause for f in self.findings):
             same = [f for f in self.findings if f.cause == cause]
             names = _listed([f.name or f"the {f.quantity}" for f in same])
-            lines.append(f"  {same[0].code}: {names}")
+            lines += [f"  {same[0].code}: {names}", f"    {cause}"]
         return lines
 
 

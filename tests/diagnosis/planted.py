@@ -1,15 +1,16 @@
 """Modules with one fault each, and one without: at the top of a module, so that ranks import them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn.functional import cross_entropy, normalize
 
 from lightning_moeclip.binding import LightningModule, pl
 from lightning_moeclip.modules import MoE, auxiliary_loss, contrastive_loss
+from lightning_moeclip.parallel.roles import read_roles
 from lightning_moeclip.strategy import MoEClipStrategy
 
 Batch = tuple[Tensor, ...]
@@ -248,9 +249,11 @@ class Sharded(LightningModule):
             self.experts.weight = nn.Parameter(distribute_tensor(self.experts.weight.detach(), mesh, [Shard(0)]))
 
     def training_step(self, batch: Batch, _: int) -> Tensor:
-        weight = self.experts.weight
-        # a stand-in for an exchange of tokens: every rank multiplies its own rows by all experts
-        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        whole = self.experts.weight
+        if isinstance(whole, DTensor):
+            # in the place of an exchange of tokens: gradients of all ranks are summed, and divided by their number
+            whole = whole.full_tensor(grad_placements=[Partial()])
+            whole.register_hook(lambda gradient: gradient / self.trainer.world_size)
         return (self.stem(batch[0]).tanh() @ whole).square().mean()
 
     def configure_optimizers(self) -> Any:
@@ -262,8 +265,9 @@ class AveragedOverReplicas(MoEClipStrategy):
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().backward(*args, **kwargs)
+        roles = read_roles(self.lightning_module)
         for name, p in self.lightning_module.named_parameters():
-            if "expert" in name and "router" not in name and p.grad is not None:
+            if roles[name].kind == "expert" and p.grad is not None:
                 p.grad.mul_(self.expert_parallel_size)
         return loss
 
@@ -284,11 +288,6 @@ def rows(num: int = 2, *, size: int = ROWS) -> list[Batch]:
 def choices(*by_row: Sequence[int]) -> list[Batch]:
     generator = torch.Generator().manual_seed(3)
     return [(torch.randn(len(c), WIDTH, generator=generator), torch.tensor(c)) for c in by_row]
-
-
-def case_of(module: Callable[[], LightningModule], batches: Callable[[], list[Batch]]) -> Callable[[], Case]:
-    """For the factories below; what it returns has no name of its own, so it is no factory itself."""
-    return lambda: (module(), batches())
 
 
 def pair() -> Case:
