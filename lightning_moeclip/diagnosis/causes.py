@@ -25,7 +25,7 @@ UNDECIDED = ("step", "uncorrelated")  # codes of which further runs of one proce
 
 def cause_of_gradient(evidence: Evidence, world: World) -> Cause:
     """The likely cause of a gradient that is not that of one process."""
-    for judge in (_input, _not_finite, _frozen, _presence, _factor, _unreduced, _reduction, _step):
+    for judge in (_input, _not_finite, _frozen, _presence, _rounding, _factor, _unreduced, _reduction, _step):
         cause = judge(evidence, world)
         if cause is not None:
             return cause
@@ -156,14 +156,18 @@ def _reduction(evidence: Evidence, world: World) -> Cause | None:
     )
 
 
+def _rounding(evidence: Evidence, world: World) -> Cause | None:
+    if evidence.error >= _FLOAT32:
+        return None
+    return Cause(
+        "float32",
+        f"off by {evidence.error:.1e}, about the rounding of float32: a part of the step computes in it. Give a larger "
+        "tolerance",
+        is_in_step=True,
+    )
+
+
 def _step(evidence: Evidence, world: World) -> Cause | None:
-    if evidence.error < _FLOAT32:
-        return Cause(
-            "float32",
-            f"off by {evidence.error:.1e}, about the rounding of float32: a part of the step computes in it. Give a "
-            "larger tolerance",
-            is_in_step=True,
-        )
     cosines = [cosine(seen) for seen in evidence.ranks.values()]
     known = [c for c in cosines if math.isfinite(c)]
     if known and max(map(abs, known)) < 0.1:

@@ -1,7 +1,7 @@
 """Modules with one fault each, and one without: at the top of a module, so that ranks import them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -148,6 +148,17 @@ class WithDropout(Pair):
         return super().features((self.drop(batch[0]), batch[1]))
 
 
+class LeftOver(WithDropout):
+    """Dropout as a module, and our layer in a tower."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = MoE(WIDTH, 8, 4, top_k=2)
+
+    def features(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        return super().features((self.moe(batch[0]), batch[1]))
+
+
 class Normed(Pair):
     def __init__(self) -> None:
         super().__init__()
@@ -189,6 +200,48 @@ class Routed(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Everything(LightningModule):
+    """Parts that share nothing but the sum of their losses, each with a fault of its own, and one without."""
+
+    parts: ClassVar[dict[str, type[LightningModule]]] = {
+        "whole": Pair,
+        "bare": BareScale,
+        "gathered": Gathered,
+        "own_slot": OwnSlot,
+        "routed": Routed,
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, part in self.parts.items():
+            self.add_module(name, part())
+        self.counted = nn.Parameter(torch.tensor([0.5, -0.2]))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        several = self.trainer.world_size > 1
+        losses = []
+        for name in self.parts:
+            part = self.get_submodule(name)
+            assert isinstance(part, LightningModule)
+            part.trainer = self.trainer
+            losses.append(part.training_step((batch[0], batch[2] if name == "routed" else batch[1]), batch_idx))
+        # what accumulation over cached features does to a parameter that is no feature: once per part
+        counted = self.counted + (PARTS - 1) * (self.counted - self.counted.detach()) * several
+        return torch.stack([*losses, (batch[0][:, :2] * counted).square().mean()]).sum()
+
+    def configure_optimizers(self) -> Any:
+        outside = self.get_submodule("bare").loss.logit_scale
+        return torch.optim.AdamW([{"params": self.parameters()}, {"params": [outside]}], lr=1e-2)
+
+
+class EverythingAndFrozen(Everything):
+    """Rank 1 also freezes a router when training has begun."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        router = self.get_submodule("routed.router")
+        router.requires_grad_(not (self.trainer.world_size > 1 and self.global_rank == 1))
 
 
 class FrozenRouter(Routed):
@@ -294,8 +347,20 @@ def pair() -> Case:
     return Pair(), rows()
 
 
-def odd_rows() -> Case:
-    return Pair(), rows(size=ROWS + 1)
+def left_over() -> Case:
+    return LeftOver(), rows(size=ROWS + 1)
+
+
+def no_batches() -> LightningModule:
+    return Pair()
+
+
+def needs_gpu() -> Case:
+    raise RuntimeError("No CUDA GPUs are available")
+
+
+def unequal() -> Any:
+    return Pair(), [rows(1)[0], rows(1)[0][:1]]
 
 
 def bare_scale() -> Case:
@@ -344,6 +409,19 @@ def normed() -> Case:
 
 def unstable() -> Case:
     return Unstable(), rows()
+
+
+def with_choices() -> list[Batch]:
+    (features, choice), *_ = choices([0, 1, 2, 0, 0, 1, 1, 0])
+    return [(features, features.flip(0), choice)] * 2
+
+
+def everything() -> Case:
+    return Everything(), with_choices()
+
+
+def everything_and_frozen() -> Case:
+    return EverythingAndFrozen(), with_choices()
 
 
 def idle_on_one_rank() -> Case:
