@@ -24,7 +24,7 @@ __all__ = ["ENVIRONMENT", "Deadlock", "ProgressMonitor", "Waiting", "watch_for_d
 
 ENVIRONMENT = {"TORCH_FR_BUFFER_SIZE": "64"}  # operations that the flight recorder keeps; none without it
 _POLL_S = 0.5
-_BUSY_S = 0.005  # of computing between two polls; a wait in a collective of gloo takes nothing
+_BUSY_S = 0.01  # of computing between two polls; a wait in a collective of gloo takes nothing
 _CALL = re.compile(r'File "(.+?)", line (\d+), in (.+)')
 _WRAPPER = "c10d_logger"  # of torch, around every collective
 _NUM_CALLS = 4  # that are printed

@@ -9,10 +9,10 @@ from lightning_moeclip.diagnosis.evidence import Cause, Evidence, World
 from lightning_moeclip.diagnosis.observations import GradientSeen, NormSeen, StepSeen, Unfinished
 from lightning_moeclip.diagnosis.verify_report import Finding
 
-__all__ = ["Seen", "first_wrong_step", "judge", "largest_errors", "loss_ratio"]
+__all__ = ["Seen", "first_wrong_step", "judge", "largest_errors", "loss_ratio", "uncounted_steps"]
 
 # causes that a rank's own numbers prove, whatever went wrong in steps before
-_PROVEN = ("frozen", "missing_on_ranks", "nan", "missing")
+_PROVEN = ("frozen", "missing_on_ranks", "nan", "missing", "weights_differ", "batches_differ")
 _FOLLOWS = Cause("follows", "follows from what went wrong before")
 
 
@@ -46,7 +46,7 @@ def judge(seen: Seen, world: World) -> tuple[Finding, ...]:
         world = replace(world, loss_ratio=loss_ratio(seen, first), nan_losses=_nan_losses(seen, first))
     found: dict[tuple[str, str], Finding] = {}
     for step in sorted(seen.one):
-        for finding in _of_step(seen, step, first, world):
+        for finding in _of_step(seen, step, world):
             key = (finding.name, finding.quantity)
             # a wrong gradient makes a wrong parameter: one of them is enough
             if key not in found and (finding.quantity != "parameter" or (finding.name, "gradient") not in found):
@@ -86,15 +86,31 @@ def largest_errors(seen: Seen) -> dict[str, float]:
     }
 
 
-def _of_step(seen: Seen, step: int, first: int, world: World) -> list[Finding]:
+def uncounted_steps(seen: Seen) -> tuple[Finding, ...]:
+    """What says that ranks took other optimizer steps than one process, or that nobody took one."""
+    wanted = sum(bool(step.norms) for step in seen.one.values())
+    found = {rank: sum(bool(step.norms) for step in steps.values()) for rank, steps in seen.ranks.items()}
+    if not wanted:
+        text = "no optimizer step was seen, so that nothing was compared: step what self.optimizers() returns"
+        return (_finding("", "gradient", 1, float("inf"), Cause("no_step", text, is_in_step=True)),)
+    other = {rank: num for rank, num in found.items() if num != wanted}
+    if not other:
+        return ()
+    told = ", ".join(f"rank {rank}: {num}" for rank, num in other.items())
+    cause = Cause("other_steps", f"one process took {wanted} optimizer steps, {told}", is_in_step=True)
+    return (_finding("", "gradient", 1, float("inf"), cause),)
+
+
+def _of_step(seen: Seen, step: int, world: World) -> list[Finding]:
     found = [] if step else _starts(seen)
+    has_drifted = _has_drifted(seen, step - 1)
     error = _loss_error(seen, step)
     if step and error > seen.tolerance:
-        cause = cause_of_loss(loss_ratio(seen, step), world) if step == first else _FOLLOWS
+        cause = _FOLLOWS if has_drifted else cause_of_loss(loss_ratio(seen, step), world)
         found.append(_finding("", "loss", step, error, cause))
     for evidence in _wrong_gradients(seen, step):
         cause = cause_of_gradient(evidence, world)
-        if step > first and cause.code not in _PROVEN and _has_drifted(seen, step - 1):
+        if has_drifted and cause.code not in _PROVEN:
             cause = _FOLLOWS
         found.append(_finding(evidence.name, "gradient", step, evidence.error, cause))
     for error in _norm_errors(seen, step):

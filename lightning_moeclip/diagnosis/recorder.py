@@ -45,9 +45,14 @@ class Recorder(Callback):
         self._arrivals: dict[str, int] = {}
         self._locals: dict[str, Tensor] = {}
         self._hooks: dict[str, RemovableHandle] = {}
+        self._announced: set[int] = set()  # optimizers of which Lightning has told that they are about to step
 
     @override
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for optimizer in trainer.optimizers:
+            if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+                optimizer.register_step_pre_hook(self._note_raw_step(trainer.strategy))
+                optimizer.register_step_post_hook(lambda stepped, *_: self._announced.discard(id(stepped)))
         outside = held_outside(pl_module, trainer.optimizers)
         self.outside = tuple(outside)
         self.parameters = dict(pl_module.named_parameters()) | outside
@@ -70,9 +75,24 @@ class Recorder(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
+        self._announced.add(id(optimizer))
+        self._note_step(trainer.strategy, optimizer)
+
+    def _note_raw_step(self, strategy: Any) -> Any:
+        """Before each step of an optimizer: see those that Lightning does not announce."""
+
+        def note(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # Lightning steps with a closure, within which it announces the step
+            has_closure = len(args) > 1 or kwargs.get("closure") is not None  # the optimizer itself comes first
+            if id(optimizer) not in self._announced and not has_closure:
+                self._note_step(strategy, optimizer)
+
+        return note
+
+    def _note_step(self, strategy: Any, optimizer: Optimizer) -> None:
         held = {id(model_parameter(p)) for group in optimizer.param_groups for p in group["params"]}
         names = [name for name, p in self.parameters.items() if id(p) in held]
-        norm = _clip_norm(trainer.strategy, [self.parameters[name] for name in names])
+        norm = _clip_norm(strategy, [self.parameters[name] for name in names])
         self.seen = replace(self.seen, norms=(*self.seen.norms, norm))
         self._keep_gradients(names)
         for name in names:

@@ -16,7 +16,7 @@ from lightning_moeclip.diagnosis.causes import UNDECIDED, tied
 from lightning_moeclip.diagnosis.deadlock import ENVIRONMENT, Deadlock, Waiting, watch_for_deadlock
 from lightning_moeclip.diagnosis.evidence import World
 from lightning_moeclip.diagnosis.factory import Factory
-from lightning_moeclip.diagnosis.judgement import Seen, judge, largest_errors
+from lightning_moeclip.diagnosis.judgement import Seen, judge, largest_errors, uncounted_steps
 from lightning_moeclip.diagnosis.observations import RankFacts, StepSeen, Unfinished
 from lightning_moeclip.diagnosis.verify_job import VerifyJob, make_strategy
 from lightning_moeclip.diagnosis.verify_rank import OneProcess, run_again, run_alone, run_on_rank
@@ -150,6 +150,8 @@ class _Verification:
             seen = self._seen(one, facts, is_ended=bool(failures or deadlock))
             world = self._world(facts, rank_facts, one)
             findings, errors = judge(seen, world), largest_errors(seen)
+            if not (failures or deadlock):
+                findings += uncounted_steps(seen)
             if any(f.code in UNDECIDED for f in findings):
                 world = self._look_closer(world)
                 findings = judge(seen, world)
@@ -213,8 +215,9 @@ class _Verification:
     def _agrees(self, label: str) -> bool:
         self._launch(run_again, 1, label=label)
         steps = self._steps(label).values()
-        errors = [seen.error for step in steps for seen in (*step.gradients, *step.parameters)]
-        return max(errors, default=0.0) <= self.tolerance
+        gradients = [seen.error for step in steps for seen in step.gradients]
+        parameters = [seen.error for step in steps for seen in step.parameters]
+        return max(gradients + parameters, default=0.0) <= self.tolerance
 
     def _notes(self, facts: RankFacts) -> tuple[str, ...]:
         notes = []

@@ -65,7 +65,7 @@ class RankFailure:
         lines = self.error.strip().splitlines()
         cut = [*lines[:_LINES_OF_ERROR], "..."] if len(lines) > _LINES_OF_ERROR else lines
         named = f"\n  parameters: {', '.join(self.parameters)}" if self.parameters else ""
-        return f"{who} failed with " + "\n  ".join(cut) + named
+        return f"{who} failed: " + "\n  ".join(cut) + named
 
 
 @dataclass(frozen=True)

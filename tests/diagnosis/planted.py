@@ -118,6 +118,29 @@ class CountedScale(Pair):
         optimizer.step()
 
 
+class RawStep(Pair):
+    """Steps an optimizer past Lightning, and its temperature is not reduced by anybody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        assert loss is not None
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+class Unstepped(RawStep):
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        loss = Pair.training_step(self, batch, batch_idx)
+        assert loss is not None
+        self.manual_backward(loss)
+
+
 class Spoiled(Pair):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -385,6 +408,14 @@ def times_world() -> Case:
 
 def counted_scale() -> Case:
     return CountedScale(), rows()
+
+
+def raw_step() -> Case:
+    return RawStep(), rows()
+
+
+def unstepped() -> Case:
+    return Unstepped(), rows()
 
 
 def spoiled() -> Case:
