@@ -29,9 +29,10 @@ _HOMES = {
     "MoEClipStrategy": "lightning_moeclip.strategy",
     "MoEClipPrecision": "lightning_moeclip.precision",
     "explain": "lightning_moeclip.diagnosis.explain",
+    "verify": "lightning_moeclip.diagnosis.verify",
 }
 
-__all__ = ["MoEClipPrecision", "MoEClipStrategy", "__version__", "explain"]
+__all__ = ["MoEClipPrecision", "MoEClipStrategy", "__version__", "explain", "verify"]
 
 
 def __getattr__(name: str) -> object:

@@ -22,6 +22,7 @@ __all__ = [
     "check_expert_lists",
     "check_expert_order",
     "expert_lists",
+    "is_scalar_name",
     "listed_names",
     "recognise_kind",
     "recognise_tower",
@@ -85,6 +86,11 @@ def recognise_tower(module: nn.Module, path: str) -> str | None:
     return None
 
 
+def is_scalar_name(path: str) -> bool:
+    """Whether a parameter of this path is called what the scale or the bias of logits is called."""
+    return path.rpartition(".")[2] in _SCALARS
+
+
 def recognise_kind(module: nn.Module, path: str, shape: torch.Size) -> Kind:
     """Kind of a parameter by its path.
 
@@ -97,7 +103,7 @@ def recognise_kind(module: nn.Module, path: str, shape: torch.Size) -> Kind:
         shape: of the whole parameter.
     """
     segments = path.split(".")
-    if segments[-1] in _SCALARS and shape.numel() == 1 and len(shape) <= 1:  # heads have scales of their own
+    if is_scalar_name(path) and shape.numel() == 1 and len(shape) <= 1:  # heads have scales of their own
         return "logit_scale"
     if _EXPERT.search(path):
         return "expert"

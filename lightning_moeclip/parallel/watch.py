@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lightning_moeclip.parallel.whereabouts import Whereabouts
 
-__all__ = ["Failure", "FailureWatch", "client_at", "client_of"]
+__all__ = ["Failure", "FailureWatch", "client_at", "client_of", "is_lost_peer", "place_of_main_thread"]
 
 POLL_S = 0.25
 GRACE_S = 3.0  # three of them stay under the 10 s in which the run has to end
@@ -269,7 +269,7 @@ class FailureWatch:
 
     def _end(self, why: str) -> None:
         _flush()
-        _write(f"[rank {self.rank}] ended because {why}\n[rank {self.rank}] was at\n{_place_of_main_thread()}")
+        _write(f"[rank {self.rank}] ended because {why}\n[rank {self.rank}] was at\n{place_of_main_thread()}")
         if self._before_end is not None:
             with suppress(Exception):
                 self._before_end()
@@ -318,7 +318,7 @@ def _computed_by_main_thread_s() -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(main.ident))
 
 
-def _place_of_main_thread() -> str:
+def place_of_main_thread() -> str:
     """The innermost calls of the main thread, as a traceback shows them: mostly the collective that it waits in."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return "".join(traceback.format_stack(frame, limit=PLACE_CALLS)) if frame is not None else "  its end\n"

@@ -1,0 +1,235 @@
+"""From what one process and the ranks saw to errors and findings. Pure functions."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from lightning_moeclip.diagnosis.causes import cause_of_gradient, cause_of_loss, frozen_on
+from lightning_moeclip.diagnosis.evidence import Cause, Evidence, World
+from lightning_moeclip.diagnosis.observations import GradientSeen, NormSeen, StepSeen, Unfinished
+from lightning_moeclip.diagnosis.verify_report import Finding
+
+__all__ = ["Seen", "first_wrong_step", "judge", "largest_errors", "loss_ratio", "uncounted_steps"]
+
+# causes that a rank's own numbers prove, whatever went wrong in steps before
+_PROVEN = ("frozen", "missing_on_ranks", "nan", "missing", "weights_differ", "batches_differ")
+_FOLLOWS = Cause("follows", "follows from what went wrong before")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """All that was seen.
+
+    Attributes:
+        one: steps of one process, by number.
+        ranks: steps of each rank, by rank and number.
+        unfinished: of the ranks that were ended.
+        tolerance: largest error that passes.
+        frozen: ranks on which a parameter that one process trains is frozen when the run ends, by name.
+    """
+
+    one: Mapping[int, StepSeen]
+    ranks: Mapping[int, Mapping[int, StepSeen]]
+    unfinished: Mapping[int, Unfinished]
+    tolerance: float
+    frozen: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def at(self, step: int) -> dict[int, StepSeen]:
+        """That step of each rank that came to it."""
+        return {rank: steps[step] for rank, steps in self.ranks.items() if step in steps}
+
+
+def judge(seen: Seen, world: World) -> tuple[Finding, ...]:
+    """All that is above the tolerance, causes before consequences, larger errors first."""
+    first = first_wrong_step(seen)
+    if first:
+        world = replace(world, loss_ratio=loss_ratio(seen, first), nan_losses=_nan_losses(seen, first))
+    found: dict[tuple[str, str], Finding] = {}
+    for step in sorted(seen.one):
+        for finding in _of_step(seen, step, world):
+            key = (finding.name, finding.quantity)
+            # a wrong gradient makes a wrong parameter: one of them is enough
+            if key not in found and (finding.quantity != "parameter" or (finding.name, "gradient") not in found):
+                found[key] = finding
+    for name, ranks in seen.frozen.items():
+        found.setdefault((name, "gradient"), _finding(name, "gradient", 1, float("inf"), frozen_on(ranks)))
+    return tuple(sorted(found.values(), key=lambda f: (f.code == "follows", -f.error)))
+
+
+def first_wrong_step(seen: Seen) -> int:
+    """The first step with a wrong gradient, loss or parameter; 0 when there is none or the start is wrong."""
+    for step in sorted(seen.one):
+        if step and (_wrong_gradients(seen, step) or _loss_error(seen, step) > seen.tolerance):
+            return step
+    return 0
+
+
+def loss_ratio(seen: Seen, step: int) -> float:
+    """Mean loss of the ranks over that of one process; NaN where it is not known."""
+    pairs = _losses(seen, step)
+    return pairs[0][0] / pairs[0][1] if pairs and pairs[0][1] != 0.0 else float("nan")
+
+
+def _nan_losses(seen: Seen, step: int) -> tuple[int, ...]:
+    return tuple(rank for rank, s in sorted(seen.at(step).items()) if not all(map(math.isfinite, s.losses)))
+
+
+def largest_errors(seen: Seen) -> dict[str, float]:
+    """Largest relative error of loss, gradients, clip norm and parameters; NaN where nothing was compared."""
+    steps = [step for steps in seen.ranks.values() for step in steps.values()]
+    numbers = sorted(n for n in seen.one if n)
+    return {
+        "loss": _largest(e for n in numbers if _losses(seen, n) for e in [_loss_error(seen, n)]),
+        "gradients": _largest(g.error for step in steps for g in step.gradients),
+        "clip_norm": _largest(e for n in numbers for e in _norm_errors(seen, n)),
+        "parameters": _largest(p.error for step in steps for p in step.parameters),
+    }
+
+
+def uncounted_steps(seen: Seen) -> tuple[Finding, ...]:
+    """What says that ranks took other optimizer steps than one process, or that nobody took one."""
+    wanted = sum(bool(step.norms) for step in seen.one.values())
+    found = {rank: sum(bool(step.norms) for step in steps.values()) for rank, steps in seen.ranks.items()}
+    if not wanted:
+        text = "no optimizer step was seen, so that nothing was compared: step what self.optimizers() returns"
+        return (_finding("", "gradient", 1, float("inf"), Cause("no_step", text, is_in_step=True)),)
+    other = {rank: num for rank, num in found.items() if num != wanted}
+    if not other:
+        return ()
+    told = ", ".join(f"rank {rank}: {num}" for rank, num in other.items())
+    cause = Cause("other_steps", f"one process took {wanted} optimizer steps, {told}", is_in_step=True)
+    return (_finding("", "gradient", 1, float("inf"), cause),)
+
+
+def _of_step(seen: Seen, step: int, world: World) -> list[Finding]:
+    found = [] if step else _starts(seen)
+    has_drifted = _has_drifted(seen, step - 1)
+    error = _loss_error(seen, step)
+    if step and error > seen.tolerance:
+        cause = _FOLLOWS if has_drifted else cause_of_loss(loss_ratio(seen, step), world)
+        found.append(_finding("", "loss", step, error, cause))
+    for evidence in _wrong_gradients(seen, step):
+        cause = cause_of_gradient(evidence, world)
+        if has_drifted and cause.code not in _PROVEN:
+            cause = _FOLLOWS
+        found.append(_finding(evidence.name, "gradient", step, evidence.error, cause))
+    for error in _norm_errors(seen, step):
+        if error > seen.tolerance:
+            found.append(_finding("", "clip norm", step, error, _norm_cause(seen, step, found)))
+    if step:
+        found += _wrong_parameters(seen, step)
+    return found
+
+
+def _starts(seen: Seen) -> list[Finding]:
+    text = "other values than one process before the first step: the factory or the strategy gives other weights"
+    cause = Cause("weights_differ", text, is_in_step=True)
+    errors = _parameter_errors(seen, 0)
+    return [_finding(n, "parameter", 0, e, cause) for n, e in errors.items() if not e <= seen.tolerance]
+
+
+def _wrong_parameters(seen: Seen, step: int) -> list[Finding]:
+    cause = Cause(
+        "step_of_optimizer",
+        "its gradient was right before the step: clipped by another factor, or stepped by another optimizer",
+    )
+    wrong = {n: e for n, e in _parameter_errors(seen, step).items() if not e <= seen.tolerance}
+    return [_finding(name, "parameter", step, error, cause) for name, error in wrong.items()]
+
+
+def _wrong_gradients(seen: Seen, step: int) -> list[Evidence]:
+    if step not in seen.one:
+        return []
+    at = {rank: {g.name: g for g in s.gradients} for rank, s in seen.at(step).items()}
+    stuck = {rank: u for rank, u in seen.unfinished.items() if u.step == step}
+    evidence = [_gather(one, at, stuck, seen) for one in seen.one[step].gradients]
+    # where every rank was ended within the step, only who had a gradient at all is known
+    differs = [e for e in evidence if not e.ranks and len({bool(local) for local in e.locals.values()}) > 1]
+    wrong = [e for e in evidence if e.ranks and not e.error <= seen.tolerance]
+    return wrong or differs
+
+
+def _gather(
+    one: GradientSeen,
+    at: Mapping[int, Mapping[str, GradientSeen]],
+    stuck: Mapping[int, Unfinished],
+    seen: Seen,
+) -> Evidence:
+    name = one.name
+    ranks = {rank: by_name[name] for rank, by_name in at.items() if name in by_name}
+    unfinished = {rank: u.locals.get(name, ()) for rank, u in stuck.items() if rank not in ranks}
+    frozen = [rank for rank, g in ranks.items() if not g.is_trainable]
+    frozen += [rank for rank in unfinished if name not in stuck[rank].trainable]
+    start = _parameter_errors(seen, 0).get(name, 0.0)
+    return Evidence(name, one, ranks, unfinished, tuple(sorted(frozen)), not start <= seen.tolerance)
+
+
+def _parameter_errors(seen: Seen, step: int) -> dict[str, float]:
+    errors: dict[str, float] = {}
+    for state in seen.at(step).values():
+        for parameter in state.parameters:
+            errors[parameter.name] = max(parameter.error, errors.get(parameter.name, 0.0))
+    return errors
+
+
+def _has_drifted(seen: Seen, step: int) -> bool:
+    return any(not error <= seen.tolerance for error in _parameter_errors(seen, step).values())
+
+
+def _losses(seen: Seen, step: int) -> list[tuple[float, float]]:
+    """(mean over the ranks, one process) of each loss of a step; empty unless all ranks came to it."""
+    at = seen.at(step)
+    if step not in seen.one or not at or len(at) < len(seen.ranks):
+        return []
+    columns = [mean(values) for values in zip(*(s.losses for s in at.values()), strict=False)]
+    return list(zip(columns, seen.one[step].losses, strict=False))
+
+
+def mean(values: Sequence[float]) -> float:
+    """Their sum over their number."""
+    return sum(values) / len(values)
+
+
+def _loss_error(seen: Seen, step: int) -> float:
+    return max((_relative(found, wanted) for found, wanted in _losses(seen, step)), default=0.0)
+
+
+def _norm_errors(seen: Seen, step: int) -> list[float]:
+    if step not in seen.one:
+        return []
+    at = seen.at(step)
+    errors = []
+    for call, wanted in enumerate(seen.one[step].norms):
+        told = [s.norms[call] for s in at.values() if call < len(s.norms)]
+        errors += [_relative(value, wanted.value) for value in _norms(told, len(seen.ranks)) if wanted.value > 0]
+    return errors
+
+
+def _norms(told: Sequence[NormSeen], num_ranks: int) -> list[float]:
+    if any(norm.problem for norm in told):
+        return []
+    parts = [norm.value for norm in told if norm.is_square_part]
+    if parts:
+        return [math.sqrt(sum(parts))] if len(parts) == num_ranks else []
+    return [norm.value for norm in told]
+
+
+def _norm_cause(seen: Seen, step: int, found: Iterable[Finding]) -> Cause:
+    if any(finding.quantity == "gradient" for finding in found) or _has_drifted(seen, step - 1):
+        return _FOLLOWS
+    return Cause("norm", "the gradients are right, and the norm counts a part of them never or more than once")
+
+
+def _relative(found: float, wanted: float) -> float:
+    if found == wanted:
+        return 0.0
+    error = abs(found - wanted) / abs(wanted) if wanted else float("inf")
+    return error if math.isfinite(error) else float("inf")
+
+
+def _largest(errors: Iterable[float]) -> float:
+    return max(errors, default=float("nan"))
+
+
+def _finding(name: str, quantity: str, step: int, error: float, cause: Cause) -> Finding:
+    return Finding(name, quantity, step, error, cause.code, cause.text, cause.is_in_step)
