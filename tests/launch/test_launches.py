@@ -244,7 +244,7 @@ LOST = {
     ("start", "num_processes", "lost"),
     [("spawn", 1, []), ("fork", 1, ["LateExperts"]), ("popen", 2, [])],
 )
-def test_spread_experts_end_as_one_process_and_are_saved_after_fit_and_what_would_be_lost_is_refused(
+def test_spread_experts_end_as_one_process_and_are_saved_after_fit(
     start: str, num_processes: int, lost: list[str], tmp_path: Path, launches: list[Launch]
 ) -> None:
     launches.append(Launch(tmp_path, start, "Whole", *lost, job=SPREAD_JOB, torchrun=start == "popen"))
