@@ -4,7 +4,6 @@ Ranks send each other nothing for it: a collective here could hide the one that 
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,23 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_moeclip.binding import Callback
+from lightning_moeclip.diagnosis.held_outside import held_outside
+from lightning_moeclip.diagnosis.measures import (
+    grad,
+    norm,
+    num_nonfinite,
+    numbers,
+    on_this_rank,
+    relative_error,
+    root_of_squares,
+)
 from lightning_moeclip.diagnosis.observations import GradientSeen, NormSeen, ParameterSeen, Sketch, StepSeen, Unfinished
 from lightning_moeclip.diagnosis.sketch import Place, place_of, sketch
 from lightning_moeclip.gradients.master_parameter import model_parameter
 from lightning_moeclip.parallel.roles import spreadable_layers
 from lightning_moeclip.strategy import MoEClipStrategy
 
-__all__ = ["Comparer", "Recorder", "Writer", "held_outside", "relative_error"]
-
-_FLOOR = 1e-6  # of the norm of all: a gradient that is truly zero is noise over noise otherwise
+__all__ = ["Comparer", "Recorder", "Writer"]
 
 
 class Recorder(Callback):
@@ -160,14 +167,14 @@ class Writer(Recorder):
 
     @override
     def _keep_gradients(self, names: list[str]) -> None:
-        grads = {name: _grad(self.parameters[name]) for name in names}
+        grads = {name: grad(self.parameters[name]) for name in names}
         call = len(self.seen.norms) - 1
         torch.save(grads, self.folder / f"gradients.{self.seen.step}.{call}.pt")
         seen = []
         for name, g in grads.items():
             final = () if g is None else numbers(sketch(name, g, self.places[name]))
             alive = self.parameters[name].requires_grad
-            norm, bad = (0.0, 0) if g is None else (_norm(g), num_nonfinite(g))
+            size, bad = (0.0, 0) if g is None else (norm(g), num_nonfinite(g))
             one = GradientSeen(
                 name,
                 alive,
@@ -176,7 +183,7 @@ class Writer(Recorder):
                 0.0,
                 1.0,
                 0.0,
-                norm,
+                size,
                 bad,
                 self.arrivals(name),
                 self.local(name),
@@ -208,25 +215,25 @@ class Comparer(Recorder):
     def _keep_gradients(self, names: list[str]) -> None:
         path = self.folder / f"gradients.{self.seen.step}.{len(self.seen.norms) - 1}.pt"
         wanted = torch.load(path, mmap=True, weights_only=True) if path.exists() else {}
-        whole = _root_of_squares(g for g in wanted.values() if g is not None)
+        whole = root_of_squares(g for g in wanted.values() if g is not None)
         seen = [self._compare_gradient(name, wanted.get(name), whole) for name in names]
         self.seen = replace(self.seen, gradients=(*self.seen.gradients, *seen))
 
     def _compare_gradient(self, name: str, whole: Tensor | None, norm_of_all: float) -> GradientSeen:
         parameter, place = self.parameters[name], self.places[name]
-        gradient = _grad(parameter)
+        gradient = grad(parameter)
         ref = None if whole is None or tuple(whole.shape) != place.shape else place.cut(whole)
         ratio = residual = float("nan")
-        norm = 0.0
+        size = 0.0
         if gradient is None or ref is None:
             error = 0.0 if gradient is None and ref is None else float("inf")
         else:
             error = relative_error(gradient, ref, norm_of_all)
-            norm = _norm(gradient)
+            size = norm(gradient)
             square = float((ref.abs() ** 2).sum())
-            if norm > 0 and square > 0:
+            if size > 0 and square > 0:
                 ratio = float((gradient * ref.conj()).sum().real) / square
-                residual = _norm(gradient - ratio * ref) / norm
+                residual = norm(gradient - ratio * ref) / size
         return GradientSeen(
             name=name,
             is_trainable=parameter.requires_grad,
@@ -235,7 +242,7 @@ class Comparer(Recorder):
             error=error,
             ratio=ratio,
             residual=residual,
-            norm=norm,
+            norm=size,
             num_nonfinite=0 if gradient is None else num_nonfinite(gradient),
             arrivals=self.arrivals(name),
             local=self.local(name),
@@ -246,7 +253,7 @@ class Comparer(Recorder):
     def _keep_parameters(self) -> None:
         path = self.folder / f"parameters.{self.seen.step}.pt"
         wanted = torch.load(path, mmap=True, weights_only=True) if path.exists() else {}
-        norm_of_all = _root_of_squares(wanted.values())
+        norm_of_all = root_of_squares(wanted.values())
         seen = []
         for name, parameter in self.parameters.items():
             value, place = on_this_rank(parameter.detach()), self.places[name]
@@ -258,87 +265,6 @@ class Comparer(Recorder):
     @override
     def _write(self) -> None:
         torch.save(self.seen, self.folder / f"seen.{self.label}.{self.seen.step}.pt")
-
-
-def held_outside(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, nn.Parameter]:
-    """Parameters that an optimizer steps and the module does not have.
-
-    Returns:
-        By the path of the object that holds them, where an attribute of a module leads there; else by their place in
-        the optimizer.
-    """
-    known = {id(p) for p in module.parameters()}
-    found = {}
-    for i, optimizer in enumerate(optimizers):
-        for j, group in enumerate(optimizer.param_groups):
-            for k, parameter in enumerate(map(model_parameter, group["params"])):
-                if id(parameter) not in known:
-                    known.add(id(parameter))
-                    found[_path_to(parameter, module) or f"optimizer{i}.group{j}.{k}"] = parameter
-    return found
-
-
-def _path_to(parameter: nn.Parameter, module: nn.Module) -> str:
-    for path, layer in module.named_modules():
-        for attribute, value in vars(layer).items():
-            prefix = f"{path}." if path else ""
-            if value is parameter:
-                return f"{prefix}{attribute}"
-            inner = getattr(value, "__dict__", {}) if not isinstance(value, (nn.Module, Tensor)) else {}
-            for name, held in inner.items():
-                if held is parameter:
-                    return f"{prefix}{attribute}.{name}"
-    return ""
-
-
-def relative_error(found: Tensor, reference: Tensor, norm_of_all: float) -> float:
-    """||found - ref|| / max(||ref||, 1e-6 ||all ref||); infinite where it is no number, 0 where all are zero."""
-    floor = max(_norm(reference), _FLOOR * norm_of_all)
-    difference = _norm(found - reference)
-    if difference == 0.0:
-        return 0.0
-    error = difference / floor if floor > 0.0 else float("inf")
-    return error if error == error else float("inf")
-
-
-def numbers(values: Tensor) -> Sketch:
-    """A sketch as plain numbers."""
-    return tuple(values.tolist())
-
-
-@torch.no_grad()
-def on_this_rank(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    # all ranks have the same placements: a pending sum is one on all of them
-    settled = (
-        tensor
-        if not any(p.is_partial() for p in tensor.placements)
-        else tensor.redistribute(placements=[_settled(p) for p in tensor.placements])
-    )
-    return settled.to_local().detach()
-
-
-def _settled(placement: Any) -> Any:
-    return torch.distributed.tensor.Replicate() if placement.is_partial() else placement
-
-
-def num_nonfinite(tensor: Tensor) -> int:
-    """Elements that are NaN or infinite."""
-    return int((~tensor.isfinite()).sum())
-
-
-def _grad(parameter: nn.Parameter) -> Tensor | None:
-    return None if parameter.grad is None else on_this_rank(parameter.grad)
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(tensor.detach().norm())
-
-
-def _root_of_squares(tensors: Iterable[Tensor]) -> float:
-    return float(sum(_norm(t) ** 2 for t in tensors)) ** 0.5
 
 
 def _clip_norm(strategy: Any, parameters: list[nn.Parameter]) -> NormSeen:

@@ -181,12 +181,10 @@ class _Verification:
             path = self.folder / f"unfinished.{rank}.pt"
             if is_ended and path.exists():
                 unfinished[rank] = torch.load(path, weights_only=False)
-        trained = set(facts["one"].trainable)
-        frozen: dict[str, tuple[int, ...]] = {}
-        for rank in ranks:
-            told = facts.get(str(rank))
-            for name in sorted(trained - set(told.trainable)) if told is not None else ():
-                frozen[name] = (*frozen.get(name, ()), rank)
+        told = {rank: set(facts[str(rank)].trainable) for rank in ranks if str(rank) in facts}
+        trained = set(facts["one"].trainable).intersection(set().union(*told.values()))
+        frozen = {name: tuple(r for r, names in told.items() if name not in names) for name in sorted(trained)}
+        frozen = {name: where for name, where in frozen.items() if where}
         return Seen({s.step: s for s in one.steps}, ranks, unfinished, self.tolerance, frozen)
 
     def _steps(self, label: str) -> dict[int, StepSeen]:
@@ -213,7 +211,10 @@ class _Verification:
         return replace(world, is_repeatable=is_repeatable, is_random=is_repeatable and not self._agrees("reseeded"))
 
     def _agrees(self, label: str) -> bool:
-        self._launch(run_again, 1, label=label)
+        try:
+            self._launch(run_again, 1, label=label)
+        except RanksFailed:  # what ran before does not run again
+            return False
         steps = self._steps(label).values()
         gradients = [seen.error for step in steps for seen in step.gradients]
         parameters = [seen.error for step in steps for seen in step.parameters]

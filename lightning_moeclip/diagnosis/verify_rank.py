@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader
 from lightning_moeclip.binding import FABRIC_ROOT, ROOT, pl
 from lightning_moeclip.diagnosis.deadlock import ProgressMonitor
 from lightning_moeclip.diagnosis.factory import TrainingCase, rows_of
+from lightning_moeclip.diagnosis.held_outside import held_outside
 from lightning_moeclip.diagnosis.observations import RankFacts, StepSeen
-from lightning_moeclip.diagnosis.recorder import Comparer, Recorder, Writer, held_outside
+from lightning_moeclip.diagnosis.recorder import Comparer, Recorder, Writer
 from lightning_moeclip.diagnosis.sketch import place_of, sketch
 from lightning_moeclip.diagnosis.verify_job import (
     VerifyJob,

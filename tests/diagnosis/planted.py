@@ -1,5 +1,6 @@
 """Modules with one fault each, and one without: at the top of a module, so that ranks import them."""
 
+import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -118,6 +119,18 @@ class CountedScale(Pair):
         optimizer.step()
 
 
+class CountedAtOnce(Pair):
+    """The same in one backward, which torch's DDP allows."""
+
+    def training_step(self, batch: Batch, _: int) -> Tensor:
+        image, text = self.features(batch)
+        loss = contrastive_loss(image, text, self.logit_scale)
+        for _part in range(PARTS - 1 if self.trainer.world_size > 1 else 0):
+            again = contrastive_loss(image.detach(), text.detach(), self.logit_scale)
+            loss = loss + again - again.detach()
+        return loss
+
+
 class RawStep(Pair):
     """Steps an optimizer past Lightning, and its temperature is not reduced by anybody."""
 
@@ -152,6 +165,20 @@ class Failing(Pair):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
         if self.trainer.world_size > 1 and self.global_rank == 1:
             raise KeyError("planted on rank 1")
+        return super().training_step(batch, batch_idx)
+
+
+class Slow(Pair):
+    """Rank 1 computes for long while rank 0 waits for it, then sleeps for long."""
+
+    seconds = 12.0
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        if self.trainer.world_size > 1 and self.global_rank == 1:
+            end = time.monotonic() + self.seconds
+            while batch_idx == 0 and time.monotonic() < end:
+                batch[0].square().sum()
+            time.sleep(max(0.0, end - time.monotonic() if batch_idx == 0 else self.seconds))
         return super().training_step(batch, batch_idx)
 
 
@@ -410,6 +437,10 @@ def counted_scale() -> Case:
     return CountedScale(), rows()
 
 
+def counted_at_once() -> Case:
+    return CountedAtOnce(), rows()
+
+
 def raw_step() -> Case:
     return RawStep(), rows()
 
@@ -424,6 +455,10 @@ def spoiled() -> Case:
 
 def failing() -> Case:
     return Failing(), rows()
+
+
+def slow() -> Case:
+    return Slow(), rows()
 
 
 def noisy() -> Case:

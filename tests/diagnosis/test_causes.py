@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_moeclip.diagnosis.causes import cause_of_gradient, cause_of_loss, tied
 from lightning_moeclip.diagnosis.evidence import Evidence, World
+from lightning_moeclip.diagnosis.measures import relative_error
 from lightning_moeclip.diagnosis.observations import GradientSeen
-from lightning_moeclip.diagnosis.recorder import relative_error
 from lightning_moeclip.diagnosis.sketch import Place, place_of, sketch
 
 NAME = "blocks.0.weight"
@@ -129,6 +129,23 @@ def test_a_scalar_is_a_multiple_of_any_other_which_tells_nothing() -> None:
     one, other = torch.tensor(1.0).double(), torch.tensor(1.37).double()
     assert codes(evidence([other] * 4, [other] * 4, one)) == ("step", True)
     assert codes(evidence([other, one, one, one], [other, one, one, 1.7 * one], one))[0] == "step"
+
+
+def test_slices_that_nobody_divides_are_times_ep_and_not_unreduced() -> None:
+    whole = draw(8, 4, 7)
+    places = [Place((4, 7), ((2 * k, 2 * k + 2), (0, 7))) for k in range(2)]
+    ranks = {}
+    for rank, place in enumerate(places):
+        own = place.cut(whole)
+        ranks[rank] = seen(2 * own, 2 * own, own, place=place)
+    found = Evidence(NAME, seen(whole, whole, whole), ranks)
+    world = World(2, expert_parallel_size=2, kinds={NAME: "expert"})
+    assert codes(found, world) == ("times_expert_parallel_size", False)
+
+
+def test_a_rank_without_a_gradient_counts_as_zeros_in_the_mean() -> None:
+    parts = [4 / 3 * REF + noise - sum(NOISE[:3]) / 3 for noise in NOISE[:3]]
+    assert codes(evidence([4 * REF] * 4, [*parts, None])) == ("times_world_size", False)
 
 
 def test_missing_on_some_ranks_is_named_with_them() -> None:

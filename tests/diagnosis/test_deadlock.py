@@ -109,6 +109,8 @@ def test_ranks_in_different_collectives_are_ended_with_the_name_of_each(tmp_path
             DifferentCollectives(),
             2,
             arguments={"folder": tmp_path},
+            timeout_s=120.0,
+            collective_timeout_s=120.0,  # longer than a deadlock takes to be found on a busy machine
             environment=deadlock.ENVIRONMENT,
             watch=found,
         )

@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,6 +123,20 @@ def test_clipping_accumulation_dropout_and_rows_left_over(capsys: pytest.Capture
         "the last 1 of 9 rows of a batch are left out: 2 ranks share it",
         "dropout is set to 0 in drop",
     ]
+
+
+def test_the_example_equals_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    report = verify("emoji_clip.verification:make_case", expert_parallel_size=2, tolerance=1e-10)
+    assert report.ok, str(report)
+    assert report.notes == ()
+    assert max(report.loss, report.gradients, report.clip_norm, report.parameters) <= 1e-10
+
+
+def test_steps_past_lightning_are_compared_too() -> None:
+    report = verify(planted.raw_step, steps=1)
+    assert report.ok, str(report)
+    assert report.gradients <= 1e-10  # not NaN: it was compared
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ PRECISION, LOW, SNAPSHOT, CALLBACKS, DIRECTIONS = (
     f"benchmarks.{name}" for name in ("precision_time", "low_precision", "snapshot", "callbacks_time", "direction_sums")
 )
 RECALL, BROWSER, STABLE = "proof.example_recall", "proof.heatmap_in_browser", "proof.stability"
+VERIFY = "proof.verify_bars"
 COPIES = "snapshot time / one memory copy of as many bytes"
 
 BARS = [
@@ -93,6 +94,11 @@ BARS = [
     _measured(STABLE, "flagged steps of three healthy runs", "detection: flagged steps of healthy", "<=", 0.0),
     _measured(STABLE, "rollbacks, resyncs in 2,000 healthy steps", "noise, float32: rollbacks", "<=", 0.0),
     _measured(STABLE, "the same in float16 with a loss scale", "noise, float16: rollbacks", "<=", 0.0),
+    _measured(VERIFY, "planted faults named with the right cause / all", "verify: planted faults told", ">=", 1.0),
+    _measured(VERIFY, "correct modules that verify finds fault with", "verify: false alarms", "<=", 0.0),
+    _measured(VERIFY, "seconds until verify tells a deadlock", "verify: seconds until a deadlock", "<=", 30.0),
+    _measured(VERIFY, "example, largest error of 5 layouts / 1e-10", "verify: example, largest error", "<=", 1.0),
+    _measured(VERIFY, "example, seconds of verify", "verify: example, seconds of the longest", "<", 60.0),
     _measured(BROWSER, "heatmap found in TensorBoard by a browser", "heatmap in TensorBoard", ">=", 1.0),
 ]
 
