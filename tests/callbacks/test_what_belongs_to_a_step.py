@@ -16,6 +16,9 @@ from tests.callbacks.pair import Notes, Pair, Steady, noise, pairs, run
 from tests.gradients.tiny_experts import TinyExperts
 from tests.models import loader, quiet_trainer
 
+# what accumulates here is a contrastive loss, on purpose
+pytestmark = pytest.mark.filterwarnings(r"ignore:.*\[MOE404:")
+
 ALONE = r"watches loss and gradient norm alone: no loss tells of its directions. Use ContrastiveLoss or SigmoidLoss"
 
 

@@ -23,7 +23,7 @@ from tests.gradients.one_process import (
     worst_error,
 )
 
-DIM = 4
+DIM = 5  # no parameter has as many elements as a roll call
 STEPS = 5
 BATCHES = torch.randn(STEPS, 8, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 

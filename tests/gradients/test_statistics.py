@@ -332,7 +332,7 @@ def test_noise_is_unknown_where_a_rank_has_gradients_that_are_not_finite() -> No
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning", r"ignore:.*\[MOE404:")
 def test_without_a_loss_in_the_last_micro_batch_the_others_gradients_are_published(precision: str) -> None:
     class LeavesOut(TwoTowers):
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
