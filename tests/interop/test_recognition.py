@@ -1,4 +1,4 @@
-"""Towers, kinds and plan of the live models, and whether the records that CI reads are still theirs."""
+"""Towers, kinds and explanation of the live models, and whether the records that CI reads are still theirs."""
 
 import json
 import time
@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_moeclip.parallel.interop import listed_names
-from lightning_moeclip.parallel.mesh import Mesh
-from lightning_moeclip.parallel.plan import build_plan
 from lightning_moeclip.parallel.roles import read_roles
+from tests.diagnosis.test_explain_layouts import check_explanation
 from tests.interop.live_models import MODELS, RECORDS, record
 from tests.parallel.layout_tables import TABLES
 from tests.parallel.test_layouts import wanted_roles
@@ -37,16 +35,10 @@ def test_towers_and_kinds_are_those_written_by_hand(named_model: tuple[str, nn.M
     assert read_roles(module) == {f"model.{path}": role for path, role in wanted.items()}
 
 
-def test_recognition_and_plan_take_seconds(named_model: tuple[str, nn.Module]) -> None:
+def test_explanation_is_the_hand_written_table_and_takes_seconds(named_model: tuple[str, nn.Module]) -> None:
     name, model = named_model
     began = time.perf_counter()
-    roles = read_roles(model)
-    listed = listed_names(model)
-    ep = 2 if listed else 1
-    plan = build_plan(
-        dict(model.named_parameters()), roles, Mesh(8, 0, ep, None, {"dp": None, "edp": None}), listed=listed
-    )
+    told = check_explanation(name, model)
     took_s = time.perf_counter() - began
-    print(f"{name}: {len(plan.parameters)} parameters in {took_s:.2f} s")
+    print(f"{name}: {sum(group.count for group in told.groups)} parameters in {took_s:.2f} s")
     assert took_s < BOUND_S
-    assert len(plan.parameters) == len(list(model.named_parameters()))
