@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_moeclip.gradients.corridor import CorridorSettings
+from lightning_moeclip.gradients.corridor import CorridorSettings, optimizer_only_parameters
 from lightning_moeclip.gradients.master_parameter import parameter_names
 from lightning_moeclip.parallel import checks, interop, loader_checks, precision_checks, sharding_checks, step_checks
 from lightning_moeclip.parallel.agreement import together
+from lightning_moeclip.parallel.fates import role_outside
 from lightning_moeclip.parallel.ledger import Page
-from lightning_moeclip.parallel.roles import read_roles, undecayed_parameters
+from lightning_moeclip.parallel.roles import ParamRole, read_roles, undecayed_parameters
 from lightning_moeclip.state.digest import joint_digest
 from lightning_moeclip.watching import WatchedStrategy
 
@@ -86,12 +87,12 @@ class CheckedStrategy(WatchedStrategy):
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Look at what the optimizers hold; the same on all ranks."""
         module = self.lightning_module
-        names = parameter_names(module, optimizers)
+        outside = optimizer_only_parameters(module, optimizers)
+        names = parameter_names(module, optimizers, outside=outside)
         checks.check_one_optimizer_each(optimizers, names)
         interop.check_expert_order(module, optimizers, names)
         precision_checks.check_epsilon_in_float16(optimizers, names)
-        roles = read_roles(module, self._settings.towers)
-        checks.warn_of_scale_decay(optimizers, names, roles, undecayed_parameters(module))
+        checks.warn_of_scale_decay(optimizers, names, self._trained_roles(optimizers), undecayed_parameters(module))
 
     def check_checkpointing(self, page: Page) -> None:
         """Look at what a training step has run without a graph.
@@ -120,7 +121,7 @@ class CheckedStrategy(WatchedStrategy):
         by_rank = [card.accumulate_grad_batches for card in cards]
         step_checks.check_equal_accumulation(by_rank)
         if not self._has_told_of_accumulation:
-            roles = read_roles(self.lightning_module, self._settings.towers)
+            roles = self._trained_roles(self._plain_optimizers())
             self._has_told_of_accumulation = step_checks.warn_of_accumulated_contrast(roles, by_rank[0])
         feeds = [card.feed for card in cards if card.feed is not None]
         if feeds:
@@ -128,6 +129,14 @@ class CheckedStrategy(WatchedStrategy):
             loader_checks.warn_of_rows(feeds)
         if self._corridor is not None and any(card.is_outdated for card in cards):
             self._corridor.rebuild()
+
+    def _trained_roles(self, optimizers: Sequence[Optimizer]) -> dict[str, ParamRole]:
+        """Role of what is trained, by name, also of what only an optimizer holds."""
+        module = self.lightning_module
+        roles = read_roles(module, self._settings.towers)
+        trained = {name: roles[name] for name, parameter in module.named_parameters() if parameter.requires_grad}
+        outside = optimizer_only_parameters(module, optimizers)
+        return trained | {name: role_outside(parameter) for name, parameter in outside.items()}
 
     def _check_sharding(self, module: nn.Module) -> None:
         if self.world_size > 1:
@@ -140,7 +149,9 @@ class CheckedStrategy(WatchedStrategy):
     def _check_no_foreign_slices(self) -> None:
         for root in [self.lightning_module, *self._copies_in_callbacks()]:
             checks.check_no_foreign_slices(root, self.mesh.experts)
-            interop.check_expert_lists(root, self.mesh)
+        interop.check_expert_lists(self.lightning_module, self.mesh)
+        for copy in self._copies_in_callbacks():
+            interop.refuse_copied_lists(copy)
 
     def _copies_in_callbacks(self) -> list[nn.Module]:
         """Modules that callbacks hold, such as the averages of ``WeightAveraging``, made before the experts spread."""
@@ -154,7 +165,8 @@ class CheckedStrategy(WatchedStrategy):
     def _misplaced_expert(self) -> str | None:
         # not before the first batch: until then the user's hooks may move what they like
         module = self.lightning_module
-        devices = {name: parameter.device for name, parameter in module.named_parameters()}
+        # a frozen one, such as a teacher's, may lie where it likes
+        devices = {name: parameter.device for name, parameter in module.named_parameters() if parameter.requires_grad}
         try:
             sharding_checks.check_expert_devices(
                 devices, read_roles(module, self._settings.towers), run_device=self.root_device

@@ -5,7 +5,8 @@ It has no gradient of its own: its ``grad`` is the parameter's, which autograd l
 ask, and micro-batches are summed in float32.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -123,9 +124,20 @@ def model_parameter(parameter: nn.Parameter) -> nn.Parameter:
     return parameter.model_parameter if isinstance(parameter, MasterParameter) else parameter
 
 
-def parameter_names(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[int, str]:
-    """Names of the module's parameters, by the id of the parameter and by that of its master in ``optimizers``."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+def parameter_names(
+    module: nn.Module,
+    optimizers: Iterable[Optimizer],
+    *,
+    outside: Mapping[str, nn.Parameter] = MappingProxyType({}),
+) -> dict[int, str]:
+    """Names of parameters, by the id of the parameter and by that of its master in ``optimizers``.
+
+    Args:
+        module: whose parameters are meant.
+        optimizers: of the run.
+        outside: further parameters, which only an optimizer holds.
+    """
+    names = {id(parameter): name for name, parameter in [*module.named_parameters(), *outside.items()]}
     held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     return names | {id(p): names[id(model_parameter(p))] for p in held if id(model_parameter(p)) in names}
 

@@ -18,7 +18,7 @@ from lightning_moeclip.parallel.step_checks import lone_pause
 __all__ = ["NUM_FIELDS", "Answer", "RollCall", "Totals", "presence_fields", "presence_totals"]
 
 # fields before the presence of each parameter; flags of more than 52 ranks take further ones
-_STEP, _STEP_SQUARED, _PAUSED, _PAUSED_SQUARED, _LIVE, _SPOILED, _LATE, _UNPLANNED, _TERMINATE, _LAST_BATCH = range(10)
+_STEP, _STEP_SQUARED, _HAS_PAUSED, _LIVE, _SPOILED, _LATE, _UNPLANNED, _TERMINATE, _LAST_BATCH = range(9)
 NUM_FIELDS = _LAST_BATCH + 1
 
 
@@ -94,14 +94,15 @@ class RollCall:
         """Sum what the ranks say; every rank must call this after the same backward.
 
         Raises:
-            RuntimeError: on every rank, when they are in different steps, or some have kept to themselves what others
-                have not.
+            RuntimeError: on every rank, when they are in different steps, or some have kept gradients to themselves and
+                others have not.
         """
         world_size = self._mesh.world_size
         self.vector.copy_(torch.tensor(self._written(answer), dtype=torch.float64))
         totals = sum_over(self.vector, self._mesh.gradient_groups["dp"]).tolist()
         ending = flagged_ranks(totals[_LAST_BATCH : self._num_fields])
-        if any(world_size * totals[i + 1] != totals[i] ** 2 for i in (_STEP, _PAUSED)):
+        # one may keep the gradients of more micro-batches to itself than another, which has fewer rows
+        if world_size * totals[_STEP_SQUARED] != totals[_STEP] ** 2 or totals[_HAS_PAUSED] not in (0.0, world_size):
             # all ranks see it in the same sums, so all of them come here
             raise RuntimeError(_told_apart(gather_objects((answer.step, answer.num_paused)), ending))
         presence = presence_totals(totals[self._num_fields :], self._is_listed, self._mesh)
@@ -120,7 +121,7 @@ class RollCall:
         world_size = self._mesh.world_size
         fields = [0.0] * self._num_fields
         fields[_STEP], fields[_STEP_SQUARED] = float(answer.step), float(answer.step**2)
-        fields[_PAUSED], fields[_PAUSED_SQUARED] = float(answer.num_paused), float(answer.num_paused**2)
+        fields[_HAS_PAUSED] = float(answer.num_paused > 0)
         fields[_LIVE], fields[_SPOILED] = float(answer.is_live), float(answer.is_spoiled)
         fields[_LATE], fields[_UNPLANNED] = float(answer.num_late), float(answer.num_unplanned)
         fields[_TERMINATE] = float(answer.is_termination_requested)

@@ -21,6 +21,7 @@ __all__ = [
     "check_strided_gradients",
     "dtype_named",
     "refuse_ddp_arguments",
+    "uses_batch_statistics",
     "warn_of_batch_norm",
     "warn_of_optimizer_only",
     "warn_of_scale_decay",
@@ -205,10 +206,16 @@ def check_no_foreign_slices(module: nn.Module, axis: ExpertAxis | None) -> None:
             )
 
 
+def uses_batch_statistics(layer: nn.Module) -> bool:
+    """Whether it is a batch norm that normalises with the rows of a batch, and not with what it has learned."""
+    is_norm = isinstance(layer, nn.modules.batchnorm._BatchNorm)
+    return is_norm and (layer.training or not layer.track_running_stats)
+
+
 def warn_of_batch_norm(module: nn.Module) -> None:
     """Warn that statistics of a batch norm are those of one rank's rows."""
     for path, layer in module.named_modules():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
+        if uses_batch_statistics(layer) and not isinstance(layer, nn.SyncBatchNorm):
             rules.BATCH_NORM.warn(
                 f"{path} is a BatchNorm: in training it normalises with the rows of its own rank, which is not what "
                 "one process does. Write Trainer(sync_batchnorm=True)."
@@ -219,7 +226,7 @@ def warn_of_batch_norm(module: nn.Module) -> None:
 def warn_of_scale_decay(
     optimizers: Iterable[Optimizer], names: Mapping[int, str], roles: Mapping[str, ParamRole], undecayed: frozenset[int]
 ) -> None:
-    """Warn that weight decay pulls the temperature of a user's own module towards 1.
+    """Warn that weight decay pulls the scale or the bias of logits of a user's own module towards 0.
 
     Args:
         optimizers: all of the run.
@@ -234,8 +241,8 @@ def warn_of_scale_decay(
                 is_scale = name in roles and roles[name].kind == "logit_scale"
                 if is_scale and group.get("weight_decay") and id(parameter) not in undecayed:
                     rules.SCALE_DECAY.warn(
-                        f"{name} has weight_decay={group['weight_decay']}, which pulls the temperature towards 1. "
-                        "Put it into a parameter group with weight_decay=0."
+                        f"{name} has weight_decay={group['weight_decay']}, which pulls it towards 0, whatever the data "
+                        "say: a log of the scale to a scale of 1. Put it into a parameter group with weight_decay=0."
                     )
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "listed_names",
     "recognise_kind",
     "recognise_tower",
+    "refuse_copied_lists",
     "tagged_parameters",
 ]
 
@@ -233,6 +234,25 @@ def check_expert_lists(module: nn.Module, mesh: Mesh) -> None:
             )
         if experts.layer is not None and hasattr(experts.layer, "ep_group") and mesh.experts is not None:
             _check_group(experts.path, experts.layer.ep_group, mesh.experts.group)
+
+
+def refuse_copied_lists(copy: nn.Module) -> None:
+    """Refuse a copy, such as an average of the weights, of experts of which each rank has others.
+
+    Its forward would need groups of its own, and a checkpoint would hold the experts of one rank.
+
+    Args:
+        copy: a module that a callback holds.
+
+    Raises:
+        ValueError: there are such experts in it.
+    """
+    for experts in expert_lists(copy):
+        raise ValueError(
+            f"A callback holds a copy of {experts.path}, of which each of {experts.size} ranks has experts of its own, "
+            "and its copies cannot be saved and loaded. Leave out WeightAveraging, or write the layer with "
+            "lightning_moeclip.modules.MoE, whose averages are kept."
+        )
 
 
 def _check_group(path: str, group: object, wanted: dist.ProcessGroup) -> None:

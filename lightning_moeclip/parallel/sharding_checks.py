@@ -115,7 +115,7 @@ def check_expert_devices(
     """Refuse experts that do not lie where their tokens are.
 
     Args:
-        devices: of the parameters, by name.
+        devices: of the parameters that are trained, by name.
         roles: role by name; a name without one is left out.
         run_device: of this rank, where batches are brought.
 
@@ -153,7 +153,7 @@ def _told_of_experts(parameter: ShardedParameter, replicas: Collection[int]) -> 
     return (
         f"{held}, {same}: slices and gradients of different experts would be put together, without an error. Keep "
         "them out of the unit (ignored_params, ignored_states), or shard them over the ranks that hold the same "
-        "experts."
+        "experts; under MoEClipStrategy leave the wrapping out."
     )
 
 
@@ -163,14 +163,14 @@ def _told_of_policy(parameter: ShardedParameter) -> str:
     return (
         f"{parameter.name} is a {parameter.kind} that {_HOW[parameter.how]} computes in {dtype}: near ln 100 that "
         f"moves in steps of {4 * torch.finfo(dtype).eps:.1%}, and near-ties of router logits fall to another expert. "
-        "Keep it in a unit without param_dtype, or out of all units."
+        "Keep it in a unit without param_dtype, or out of all units; under MoEClipStrategy leave the wrapping out."
     )
 
 
 def _told_of_any(parameter: ShardedParameter) -> str:
     return (
-        f"{parameter.name} is sharded by {_HOW[parameter.how]} over ranks {list(parameter.ranks)}, which sums its "
-        "gradient by itself, and MoEClipStrategy would sum it once more, in buckets that know whole parameters. Leave "
+        f"{parameter.name} is sharded by {_HOW[parameter.how]} over ranks {list(parameter.ranks)}, which keeps slices "
+        "and sums their gradients by itself, and MoEClipStrategy would copy and sum them as whole parameters. Leave "
         "the wrapping out under this strategy, or train with Lightning's FSDPStrategy or ModelParallelStrategy."
     )
 

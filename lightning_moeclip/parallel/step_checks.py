@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 from torch import nn
 
 from lightning_moeclip.parallel import rules
+from lightning_moeclip.parallel.checks import uses_batch_statistics
 from lightning_moeclip.parallel.roles import ParamRole, spreadable_layers
 
 __all__ = [
@@ -74,7 +75,7 @@ def check_recomputed_batch_norm(module: nn.Module) -> None:
     """
     twice = [path for path, m in module.named_modules() if isinstance(m, RecomputesMicroBatches) and _does(m)]
     for path, layer in module.named_modules():
-        if twice and isinstance(layer, nn.modules.batchnorm._BatchNorm) and _uses_batch_statistics(layer):
+        if twice and uses_batch_statistics(layer):
             raise ValueError(
                 rules.RECOMPUTED_BATCH_NORM.told(
                     f"{path} is a {type(layer).__name__} in training, and {twice[0] or type(module).__name__} runs the "
@@ -88,15 +89,11 @@ def _does(module: RecomputesMicroBatches) -> bool:
     return bool(module.recomputes_micro_batches)
 
 
-def _uses_batch_statistics(layer: nn.modules.batchnorm._BatchNorm) -> bool:
-    return layer.training or not layer.track_running_stats
-
-
 def warn_of_accumulated_contrast(roles: Mapping[str, ParamRole], accumulate_grad_batches: int) -> bool:
     """Warn that each micro-batch of a contrastive loss knows its own negatives alone.
 
     Args:
-        roles: role by name; a scale of the logits tells a contrastive loss.
+        roles: role by name of what is trained; a scale of the logits tells a contrastive loss.
         accumulate_grad_batches: micro-batches of a step.
 
     Returns:

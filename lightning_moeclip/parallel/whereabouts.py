@@ -44,7 +44,7 @@ class Place:
             step: in which the other rank has entered it.
             num_paused: of that rank since the reduction before.
         """
-        return self.step > step or (self.step == step and self.num_paused > num_paused)
+        return self.step > step or (self.step == step and self.num_paused > 0 and num_paused == 0)
 
 
 class Whereabouts:

@@ -42,7 +42,7 @@ REFUSED = {
     "experts over other ranks": (sharded("expert"), 2, r"the\.expert is an expert under fully_shard.*\[MOE201:"),
     "no shard": (sharded("expert", how="fsdp1", is_replicated=True), 2, r"with NO_SHARD, of which only .*\[MOE203:"),
     "no shard of equal experts": (sharded("expert", how="fsdp1", is_replicated=True), 1, r"\[MOE202:"),
-    "experts over their own ranks": (sharded("expert", ranks=(0, 2)), 2, r"sums its gradient by itself.*\[MOE202:"),
+    "experts over their own ranks": (sharded("expert", ranks=(0, 2)), 2, r"sums their gradients by itself.*\[MOE202:"),
     "dense": (sharded("dense", how="dtensor"), 2, r"the\.dense is sharded by a DTensor over ranks .*\[MOE202:"),
     "scale in 16 bits": (sharded("logit_scale", compute_dtype=torch.bfloat16), 1, r"steps of 3\.1%.*\[MOE309:"),
     "router in 16 bits": (sharded("router", compute_dtype=torch.float16), 1, r"computes in torch\.float16.*\[MOE309:"),

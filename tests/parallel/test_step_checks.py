@@ -77,18 +77,18 @@ def test_reentrant_wrappers_around_experts_are_found_and_no_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "has_passed"),
+    ("place", "num_paused", "has_passed"),
     [
-        (Place(step=3), False),  # behind, and may come
-        (Place(step=4), False),  # in the same step
-        (Place(step=4, num_paused=1), False),  # as many kept as the other rank
-        (Place(step=4, num_paused=2), True),
-        (Place(step=3, num_paused=2), False),  # kept in an earlier step, of which nothing is known
-        (Place(step=5), True),
+        (Place(step=3), 1, False),  # behind, and may come
+        (Place(step=4), 1, False),  # in the same step
+        (Place(step=4, num_paused=2), 1, False),  # it has more micro-batches than the other rank
+        (Place(step=4, num_paused=2), 0, True),
+        (Place(step=3, num_paused=2), 0, False),  # kept in an earlier step, of which nothing is known
+        (Place(step=5), 1, True),
     ],
 )
-def test_only_a_rank_beyond_a_reduction_has_passed_it(place: Place, has_passed: bool) -> None:
-    assert place.has_passed(step=4, num_paused=1) == has_passed
+def test_only_a_rank_beyond_a_reduction_has_passed_it(place: Place, num_paused: int, has_passed: bool) -> None:
+    assert place.has_passed(step=4, num_paused=num_paused) == has_passed
 
 
 def test_sync_batch_norm_counts_as_batch_norm_too() -> None:

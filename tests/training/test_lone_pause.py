@@ -79,6 +79,12 @@ def is_slow_alone(module: Any, batch: tuple[Tensor, Tensor], is_alone: bool) -> 
     pauses_like_all(module, batch, is_alone)
 
 
+def pauses_more_often(module: Any, batch: tuple[Tensor, Tensor], is_alone: bool) -> None:
+    for _ in range(2 if is_alone else 1):
+        pauses_alone(module, batch, is_alone=True)
+    module.manual_backward(module.compute_loss(batch))
+
+
 class AccumulatesAlone(Callback):
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1 and trainer.global_rank == 1:
@@ -103,6 +109,7 @@ def that_meet_in_a_reduction(rank: Rank) -> list[list[str]]:
         fit(rank, Dense(), callbacks=[AccumulatesAlone()]),
         fit(rank, scripted(Quiet, pauses_like_all)),
         fit(rank, scripted(Quiet, is_slow_alone)),
+        fit(rank, scripted(Dense, pauses_more_often)),
     ]
     return gather_objects(told)
 
@@ -115,7 +122,7 @@ def test_ranks_that_meet_in_a_reduction_raise_with_the_place_of_each() -> None:
             assert "[MOE401:" in alone
             assert re.search(r"rank 0: step 2, 0 kept since .*, rank 1: step 2, 1 kept since ", first_of_two)
             assert re.search(both, accumulates)
-            assert well == ["4 steps", "4 steps"]
+            assert well == ["4 steps", "4 steps", "4 steps"]
 
 
 @on_ranks(2)

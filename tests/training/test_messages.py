@@ -52,10 +52,10 @@ def test_batch_norm_warns_once_for_all_ranks_and_layers(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_decayed_temperature_warns_once_for_all_ranks(rank: Rank) -> None:
-    told = warnings_of(Net(decay=0.1), "temperature")
+    told = warnings_of(Net(decay=0.1), "weight_decay")
     assert [len(messages) for messages in told] == [1, 0]
-    assert told[0][0].startswith("logit_scale has weight_decay=0.1, which pulls the temperature towards 1. Put it")
-    assert warnings_of(Net(decay=0.0), "temperature") == [[], []]
+    assert told[0][0].startswith("logit_scale has weight_decay=0.1, which pulls it towards 0, whatever the data say: ")
+    assert warnings_of(Net(decay=0.0), "weight_decay") == [[], []]
 
 
 @on_ranks(1)
