@@ -139,6 +139,8 @@ def test_errors_of_a_step_name_what_is_wrong() -> None:
     assert doctor_parity.judged({"a": 1e-11, "b": 2e-10}, "here").found == (
         "largest relative error 2.0e-10 on here, in b; 1e-10 is allowed"
     )
+    for errors in ({"a": 0.0, "b": float("nan")}, {"b": float("nan"), "a": 0.0}):
+        assert doctor_parity.judged(errors, "here").status == "error"
 
 
 def test_what_other_ranks_found_worse_is_told_once() -> None:
