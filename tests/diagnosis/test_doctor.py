@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_moeclip.__main__ import main
 from lightning_moeclip.diagnosis import doctor as module
 from lightning_moeclip.diagnosis import doctor_command, doctor_parity
-from lightning_moeclip.diagnosis.current_launch import current_launch
+from lightning_moeclip.diagnosis.current_launch import Launch, current_launch
 from lightning_moeclip.diagnosis.doctor import differences, doctor
 from lightning_moeclip.diagnosis.findings import Diagnosis, Finding
 from lightning_moeclip.testing import Rank, inject, on_ranks
@@ -114,6 +114,15 @@ def test_a_step_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None
     launch = functools.partial(module._on_all_ranks, None, [], (1,))
     (finding,) = launch()
     assert finding.found == "a step on the ranks of this launch failed: RuntimeError: rank 1 failed with OSError"
+
+
+def test_a_launch_takes_a_step_with_sizes_that_divide_it() -> None:
+    two, four = Launch("torchrun", 0, 2, 2), Launch("torchrun", 0, 4, 2)
+    # a job of 64 ranks that share experts out over 8 is tried out on two
+    assert module.parity_sizes(two, 8) == (1, 2)
+    assert module.parity_sizes(four, 4) == (1, 4)
+    assert module.parity_sizes(four, None) == (1, 2)
+    assert module.parity_sizes(four, 3) == (1, 1)
 
 
 def test_errors_of_a_step_name_what_is_wrong() -> None:
