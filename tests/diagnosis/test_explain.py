@@ -16,6 +16,7 @@ from torch import nn
 import lightning_moeclip
 from lightning_moeclip import explain
 from lightning_moeclip.diagnosis.configured import optimizers_in
+from lightning_moeclip.diagnosis.stand_in import standing_in
 from lightning_moeclip.modules import MoE
 from lightning_moeclip.parallel.explanation import ExplainedGroup, Explanation
 from lightning_moeclip.parallel.mesh import Mesh
@@ -198,6 +199,21 @@ def test_a_trainer_that_is_not_there_is_stood_in_for() -> None:
     assert module._trainer is None
     assert not hasattr(module, "num_steps")
     assert explain(Scheduled(), strategy="ddp").unreduced == ("optimizer0.group0.2",)
+
+
+def test_a_stand_in_is_gone_after_a_failure_and_knows_no_more_than_it_says() -> None:
+    module = nn.Sequential(Scheduled(), nn.Linear(2, 2))
+    with standing_in(module, 3) as stand_in:
+        assert copy.deepcopy(module[0].trainer).num_devices == 3
+        assert module[0].global_step == module[0].current_epoch == module[0].global_rank == 0
+        assert not hasattr(module[1], "_trainer")
+        assert list(stand_in.asked) == ["global_step", "current_epoch", "global_rank"]
+        with pytest.raises(AttributeError, match=r"the stand-in for a Trainer has no 'strategy'"):
+            _ = module[0].trainer.strategy
+    assert module[0]._trainer is None
+    with pytest.raises(ZeroDivisionError), standing_in(module, 3):
+        _ = 1 / module[0].trainer.global_step
+    assert module[0]._trainer is None
 
 
 def test_a_trainer_that_is_there_is_asked_itself() -> None:
