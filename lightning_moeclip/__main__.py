@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -17,7 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        1 when something is unreduced or wrong, else 0; 2 for input that cannot be used.
+        1 when something is unreduced or wrong, else 0; 2 for input that cannot be used or judged, and for any other
+        failure, which comes with its traceback.
     """
     parser = argparse.ArgumentParser(prog="python -m lightning_moeclip", description=_ABOUT)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -34,7 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return args.run(args)
     except (ValueError, TypeError, ImportError) as error:
         print(f"{args.command}: {error}", file=sys.stderr)
-        return 2
+    except Exception as error:  # Python would exit with 1, which says that something was found
+        traceback.print_exc()
+        print(f"{args.command}: it failed with {type(error).__name__}, and found nothing out.", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -37,14 +37,16 @@ def current_launch() -> Launch | None:
     if _environments.TorchElasticEnvironment.detect():
         return _launch("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     if _environments.SLURMEnvironment.detect():
-        return _launch("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")
+        return _launch("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", num_nodes="SLURM_NNODES")
     return None
 
 
-def _launch(by: str, rank: str, world_size: str, local: str) -> Launch | None:
+def _launch(by: str, rank: str, world_size: str, local: str, *, num_nodes: str = "") -> Launch | None:
     try:
         world = int(os.environ[world_size])
-        found = Launch(by, int(os.environ[rank]), world, int(os.environ.get(local, world)))
+        # srun tells of ranks on a node where it was told of them itself, and of nodes always
+        evenly = max(1, world // int(os.environ.get(num_nodes, "1")))
+        found = Launch(by, int(os.environ[rank]), world, int(os.environ.get(local, evenly)))
     except (KeyError, ValueError) as error:
         raise ValueError(
             f"This process was started by {by}, and {rank}, {world_size} or {local} is missing or no number: {error}. "

@@ -1,5 +1,6 @@
 """``doctor``: is this machine, and the launch that it runs in, fit for training, and how is it best laid out?"""
 
+import math
 import os
 import sys
 import threading
@@ -16,7 +17,7 @@ from lightning_moeclip.diagnosis.doctor_kernels import kernels_finding
 from lightning_moeclip.diagnosis.findings import Diagnosis, Finding
 from lightning_moeclip.parallel.agreement import gather_objects
 
-__all__ = ["doctor", "examine"]
+__all__ = ["doctor", "examine", "parity_sizes"]
 
 _VERSIONS = ("Python", "torch", "lightning", "pytorch-lightning", "torchmetrics", "triton", "numpy")
 
@@ -53,9 +54,19 @@ def examine(*, world_size: int | None = None, expert_parallel_size: int | None =
         yield from _stray_launch()
         yield doctor_parity.parity_finding()
         return
-    # each rank takes the same sizes from what is the same for all: arguments, and not the links of its machine
-    sizes = (1, expert_parallel_size or launch.local_world_size)
-    yield from _on_all_ranks(launch, own, sizes)
+    yield from _on_all_ranks(launch, own, parity_sizes(launch, expert_parallel_size))
+
+
+def parity_sizes(launch: Launch, expert_parallel_size: int | None) -> tuple[int, int]:
+    """Values of ``expert_parallel_size`` that a launch takes a step with, which may have fewer ranks than the job.
+
+    Each rank takes the same ones from what is the same for all: arguments, and not the links of its machine.
+
+    Args:
+        launch: that this process is a rank of.
+        expert_parallel_size: that the job would have; None takes the ranks of a machine.
+    """
+    return 1, math.gcd(expert_parallel_size or launch.local_world_size, launch.world_size)
 
 
 def _sizes(world_size: int | None, launch: Launch | None) -> tuple[int, int]:

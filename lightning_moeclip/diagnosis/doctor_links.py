@@ -55,6 +55,7 @@ def links_of_machine(run: Callable[[], str] | None = None) -> Links | None:
     if visible is None:
         return links
     names = [name.strip() for name in visible.split(",") if name.strip()]
+    names = names[: names.index("-1")] if "-1" in names else names  # CUDA shows what stands before it
     if not all(name.isdigit() for name in names):
         raise ValueError(
             f"CUDA_VISIBLE_DEVICES={visible!r} does not name GPUs by number, as nvidia-smi's matrix does. Write "
@@ -117,7 +118,7 @@ def _order(placement: Placement, used: Links) -> str:
 
 
 def _suggestion(told: str, size: int, given: int | None, order: str) -> Finding:
-    if given is not None and given > size:
+    if given is not None and size % given:  # groups of another size reach over the edge of those
         advice = (
             f"Write MoEClipStrategy(expert_parallel_size={size}): tokens of groups of {given} cross slower links in "
             f"every layer.{order}"

@@ -4,6 +4,7 @@ Under torchrun or srun it runs on the ranks and devices of that launch, elsewher
 """
 
 import logging
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -228,7 +229,7 @@ def judged(errors: Mapping[str, float], where: str) -> Finding:
         errors: relative, by what they are of.
         where: the ranks.
     """
-    worst = max(errors, key=lambda what: errors[what])
+    worst = max(errors, key=lambda what: math.inf if math.isnan(errors[what]) else errors[what])
     told = f"largest relative error {errors[worst]:.1e} on {where}, in {worst}"
     if errors[worst] <= _BOUND:
         return Finding(_NAME, "ok", told)

@@ -5,9 +5,10 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_moeclip.diagnosis.configured import configured_optimizers
+from lightning_moeclip.diagnosis.configured import Configured, configured_optimizers
 from lightning_moeclip.diagnosis.stock import StockParameter, known_strategies, rule_for
 from lightning_moeclip.gradients.corridor import CorridorSettings, optimizer_only_parameters
 from lightning_moeclip.parallel import checks
@@ -53,14 +54,16 @@ def explain(
         regions: as in ``MoEClipPrecision``.
 
     Returns:
-        Rows that print as a table; ``.unreduced`` and ``.unsound`` name what is wrong.
+        Rows that print as a table; ``.unreduced`` and ``.unsound`` name what is wrong, ``.unknown`` what nobody can
+        tell.
 
     Raises:
         TypeError: ``module`` is no module.
-        ValueError: a setting that would fail when a run starts, with the same message.
+        ValueError: a setting that would fail when a run starts, with the same message; or a parameter without a shape.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"explain({type(module).__name__}): it takes an nn.Module, such as your LightningModule.")
+    _check_shapes(module)
     family = known_strategies().get(strategy)
     if family is None:
         raise ValueError(f"strategy={strategy!r} cannot be explained. Use one of {', '.join(known_strategies())}.")
@@ -70,18 +73,27 @@ def explain(
     settings = CorridorSettings(towers, bucket_size_mb, checks.dtype_named(gradient_dtype))
     checks.check_no_foreign_slices(module, None)
     local = region_names(module, regions, towers=towers) if loss_scaling == "local" else {}
-    with configured_optimizers(module) as (optimizers, notes):
-        notes = [*notes, *_unbuilt(module)]
+    with configured_optimizers(module, world_size=world_size) as made:
+        notes = [*made.notes, *_unbuilt(module)]
         if family == "moeclip":
-            return _explain_ours(module, optimizers, mesh, settings, local, ranks_per_node, notes)
+            return _explain_ours(module, made, mesh, settings, local, ranks_per_node, notes)
         notes += _assumptions(module, strategy, family, expert_parallel_size)
-        fates = list(_stock_fates(module, optimizers, mesh, towers, family))
+        fates = list(_stock_fates(module, made.optimizers, mesh, towers, family))
         return explanation_of(fates, mesh, strategy=strategy, ranks_per_node=ranks_per_node, notes=notes)
+
+
+def _check_shapes(module: nn.Module) -> None:
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name} has no shape yet, since its layer is a lazy one that has not seen a batch. Run one forward in "
+                "the factory, or before explain(), such as module(batch); or write the layer with its sizes."
+            )
 
 
 def _explain_ours(
     module: nn.Module,
-    optimizers: Sequence[Optimizer],
+    made: Configured,
     mesh: Mesh,
     settings: CorridorSettings,
     regions: Mapping[str, str],
@@ -91,9 +103,9 @@ def _explain_ours(
     checks.check_strided_gradients(module)
     if mesh.expert_parallel_size > 1:
         checks.check_spreadable(module, mesh.expert_parallel_size)
-    checks.check_one_optimizer_each(optimizers, {id(p): name for name, p in module.named_parameters()})
+    checks.check_one_optimizer_each(made.optimizers, {id(p): name for name, p in module.named_parameters()})
     check_expert_lists(module, mesh)
-    outside, listed = optimizer_only_parameters(module, optimizers), listed_names(module)
+    outside, listed = optimizer_only_parameters(module, made.optimizers), listed_names(module)
     roles = _roles(module, settings.towers, outside)
     shares = _spread_experts(module) if mesh.expert_parallel_size > 1 else frozenset()
     parameters = {
@@ -124,6 +136,7 @@ def _explain_ours(
         wire_dtype=settings.gradient_dtype,
         ranks_per_node=ranks_per_node,
         notes=notes,
+        error=made.error,
     )
 
 
@@ -173,7 +186,7 @@ def _stock_fates(
         yield _stock_fate(planned, seen, mesh, family, is_trained=parameter.requires_grad)
     held = {id(parameter) for parameter in outside.values()}
     lost = {path: tensor for path, tensor in stray_tensors(module).items() if id(tensor) not in held}
-    yield from fates_of_strays(lost)
+    yield from fates_of_strays(lost)  # an optimizer that held them would change nothing
 
 
 def _stock_fate(planned: PlannedParameter, seen: StockParameter, mesh: Mesh, family: str, *, is_trained: bool) -> Fate:
@@ -195,6 +208,7 @@ def _stock_fate(planned: PlannedParameter, seen: StockParameter, mesh: Mesh, fam
         num_passes=rule.num_passes,
         is_reduced=rule.is_reduced,
         is_sound=rule.is_sound,
+        is_conditional=rule.is_conditional,
         why=rule.why,
     )
 

@@ -1,10 +1,15 @@
 """The command line of ``explain``."""
 
 import argparse
-import contextlib
+import sys
+from dataclasses import replace
 
+from torch import nn
+
+from lightning_moeclip.diagnosis.configured import first_line
 from lightning_moeclip.diagnosis.explain import explain, has_own
 from lightning_moeclip.diagnosis.factory import load_factory, make_module
+from lightning_moeclip.diagnosis.stand_in import standing_in
 
 __all__ = ["add_arguments", "read_towers", "run"]
 
@@ -33,12 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; 1 when a gradient is not reduced, or wrongly."""
+    """Print the table.
+
+    Returns:
+        1 when a gradient is not reduced, or wrongly, or not in every step; 2 when nothing is known to be wrong, and not
+        all of it is known; else 0.
+    """
     towers = read_towers(args.towers)
     module = make_module(load_factory(args.factory))
-    if has_own(module, "configure_model"):
-        with contextlib.suppress(Exception):  # it may need a Trainer; the table has a note
-            module.configure_model()  # type: ignore[operator]
+    built, is_built = _built(module, args.world_size)
     explanation = explain(
         module,
         world_size=args.world_size,
@@ -50,8 +58,28 @@ def run(args: argparse.Namespace) -> int:
         gradient_dtype=args.gradient_dtype,
         loss_scaling=args.loss_scaling,
     )
+    is_complete = explanation.is_complete and is_built
+    explanation = replace(explanation, notes=(*built, *explanation.notes), is_complete=is_complete)
     print(explanation.to_json() if args.json else explanation)
-    return 0 if explanation.is_ok else 1
+    if explanation.unreduced or explanation.unsound:
+        return 1
+    if not explanation.is_ok:
+        missing = ", ".join(explanation.unknown) or ("parts of the module" if explanation.groups else "no parameters")
+        print(f"explain: it cannot be told whether all is reduced ({missing}): see the notes.", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _built(module: nn.Module, world_size: int) -> tuple[list[str], bool]:
+    """Call ``configure_model()``; notes on it, and whether it came to its end."""
+    if not has_own(module, "configure_model"):
+        return [], True
+    try:
+        with standing_in(module, world_size) as stand_in:
+            module.configure_model()  # type: ignore[operator]
+    except Exception as error:  # whatever it is, the rest of the module can be told
+        return [f"configure_model() failed with {first_line(error)}: what it makes is not in the table."], False
+    return stand_in.told("configure_model"), True
 
 
 def read_towers(given: list[str] | None) -> dict[str, list[str]] | None:

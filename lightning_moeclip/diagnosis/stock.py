@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_moeclip.parallel import rules
 from lightning_moeclip.parallel.roles import ParamRole
 
 __all__ = ["StockParameter", "StockRule", "known_strategies", "rule_for"]
@@ -36,6 +37,8 @@ _FAMILIES: dict[str, Family] = {
 _DDP = ("ddp", "ddp_find_unused")
 _SHARDED = ("fsdp", "model_parallel")
 _DEEPSPEED = ("deepspeed_1", "deepspeed_2", "deepspeed_3")
+_IF_CALLED = "NONE: where a rank has no token"
+_SOUND_IF = "If every rank calls every expert in every step it is sound: python -m lightning_moeclip verify tells"
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class StockRule:
         fits: whether it is about a parameter.
         operation: what the ranks do with its gradient.
         axis: over which, and what the sum is divided by: "dp" W, "edp" W too, None for no sum.
-        is_reduced: False where nobody does.
+        is_reduced: False where nobody does, or not in every step.
+        is_conditional: see ``Fate``.
         is_sound: False where the result is wrong, or the run refused.
         num_passes: see ``Fate``.
         why: reason, and what to do.
@@ -83,6 +87,7 @@ class StockRule:
     axis: Literal["dp", "edp"] | None
     is_reduced: bool = True
     is_sound: bool = True
+    is_conditional: bool = False
     num_passes: int = 2
     why: str = ""
     source: str = ""
@@ -108,7 +113,9 @@ _RULES = (
         None,
         is_sound=False,
         num_passes=0,
-        why="FSDP does not take 0-d parameters and the run fails when it starts. Give it the shape [1]",
+        why=rules.SHARDED_SCALAR.told(
+            "FSDP does not take 0-d parameters and the run fails when it starts. Give it the shape [1]"
+        ),
         source="torch.distributed.fsdp._init_utils, torch.distributed.fsdp._fully_shard._fsdp_init",
     ),
     StockRule(
@@ -135,13 +142,13 @@ _RULES = (
     StockRule(
         ("ddp",),
         lambda p: p.is_called_alone,
-        "NONE: where a rank has no token",
-        None,
+        _IF_CALLED,
+        "dp",
         is_reduced=False,
-        num_passes=0,
-        why="it is a module of its own, which a rank without a token for it does not call. In that step DDP leaves "
-        "gradients unreduced without a word (relative error up to 1.4), and the next step waits for ever. Write "
-        "strategy='ddp_find_unused_parameters_true'",
+        is_conditional=True,
+        why="it is a module of its own, and unreduced in a step in which a rank has no token for it and does not call "
+        "it: DDP then leaves gradients as they are without a word (relative error up to 1.4), and the next step waits "
+        f"for ever. Write strategy='ddp_find_unused_parameters_true'. {_SOUND_IF}",
         source="measured with DDPStrategy",
     ),
     StockRule(_DDP, lambda p: True, "sum over dp", "dp", source="measured with DDPStrategy: 6e-16"),
@@ -194,23 +201,27 @@ _RULES = (
     StockRule(
         ("deepspeed_3",),
         lambda p: p.is_called_alone,
-        "NONE: where a rank has no token",
-        None,
+        _IF_CALLED,
+        "dp",
         is_reduced=False,
-        num_passes=0,
-        why="it is a module of its own, which a rank without a token for it does not call: the other ranks wait for it "
-        "for ever in their gathers and sums. Call deepspeed.utils.set_z3_leaf_modules on the layer of experts",
+        is_conditional=True,
+        num_passes=1,
+        why="it is a module of its own, and unreduced in a step in which a rank has no token for it and does not call "
+        "it: the other ranks wait for that one for ever in their gathers and sums. Call "
+        f"deepspeed.utils.set_z3_leaf_modules on the layer of experts. {_SOUND_IF}",
         source="deepspeedai/DeepSpeed#4966, #5008",
     ),
     StockRule(
         ("deepspeed_1", "deepspeed_2"),
         lambda p: p.is_called_alone,
-        "NONE: where a rank has no token",
-        None,
+        _IF_CALLED,
+        "dp",
         is_reduced=False,
-        num_passes=0,
-        why="it is a module of its own, which a rank without a token for it does not call. ZeRO fills its buckets as "
-        "gradients come, so that ranks sum buckets of different content, or of different size",
+        is_conditional=True,
+        num_passes=1,
+        why="it is a module of its own, and unreduced in a step in which a rank has no token for it and does not call "
+        "it: ZeRO fills its buckets as gradients come, so that ranks sum buckets of different content, or of different "
+        f"size. {_SOUND_IF}",
         source="read: deepspeed.runtime.zero.stage_1_and_2, reduce_independent_p_g_buckets_and_remove_grads",
     ),
     StockRule(

@@ -35,6 +35,8 @@ class ExplainedGroup:
         is_in_module: False for what only an optimizer or nobody registered holds.
         is_reduced: see ``Fate``.
         is_sound: see ``Fate``.
+        is_conditional: see ``Fate``.
+        is_known: see ``Fate``.
         why: see ``Fate``.
     """
 
@@ -54,6 +56,8 @@ class ExplainedGroup:
     is_in_module: bool
     is_reduced: bool
     is_sound: bool
+    is_conditional: bool
+    is_known: bool
     why: str
 
     @property
@@ -74,6 +78,7 @@ class Findings:
         rings: traffic of gradients by axis.
         ranks_per_node: links between ranks of different nodes are told apart.
         notes: what was taken for granted, or could not be looked at.
+        is_complete: False where parts of the module could not be made, or where it has no parameters at all.
     """
 
     strategy: str
@@ -83,11 +88,23 @@ class Findings:
     rings: tuple[Ring, ...]
     ranks_per_node: int
     notes: tuple[str, ...] = ()
+    is_complete: bool = True
 
     @cached_property
     def unreduced(self) -> tuple[str, ...]:
-        """Names of what is trained, or asks to be, and whose gradients nobody reduces."""
-        return tuple(name for group in self.groups if not group.is_reduced for name in group.names)
+        """Names of what is trained, or asks to be, and whose gradients nobody reduces, or not in every step."""
+        return tuple(n for group in self.groups if group.is_known and not group.is_reduced for n in group.names)
+
+    @cached_property
+    def conditional(self) -> tuple[str, ...]:
+        """Those of ``unreduced`` that are reduced in steps that meet a condition, which is in the row's reason."""
+        unreduced = frozenset(self.unreduced)
+        return tuple(n for group in self.groups if group.is_conditional for n in group.names if n in unreduced)
+
+    @cached_property
+    def unknown(self) -> tuple[str, ...]:
+        """Names of what may be reduced or not, since optimizers are not known."""
+        return tuple(name for group in self.groups if not group.is_known for name in group.names)
 
     @cached_property
     def unsound(self) -> tuple[str, ...]:
@@ -96,8 +113,8 @@ class Findings:
 
     @property
     def is_ok(self) -> bool:
-        """Whether every gradient is reduced, and rightly."""
-        return not self.unreduced and not self.unsound
+        """Whether it is known that every gradient is reduced, and rightly."""
+        return self.is_complete and not (self.unreduced or self.unsound or self.unknown)
 
     @property
     def gradient_bytes(self) -> int:
@@ -122,6 +139,9 @@ class Findings:
             ],
             "unreduced": list(self.unreduced),
             "unsound": list(self.unsound),
+            "conditional": list(self.conditional),
+            "unknown": list(self.unknown),
+            "is_complete": self.is_complete,
             "notes": list(self.notes),
         }
 
@@ -139,7 +159,7 @@ def grouped(fates: Sequence[Fate]) -> tuple[ExplainedGroup, ...]:
             planned.axis,
             planned.is_in_module,
             *(fate.operation, fate.replicas, fate.divisor, fate.wire_dtype, fate.region),
-            *(fate.is_reduced, fate.is_sound, fate.why),
+            *(fate.is_reduced, fate.is_sound, fate.is_conditional, fate.is_known, fate.why),
         )
         rows.setdefault(key, []).append(fate)
     return tuple(map(_row, rows.values()))
@@ -166,6 +186,8 @@ def _row(members: Sequence[Fate]) -> ExplainedGroup:
         is_in_module=planned.is_in_module,
         is_reduced=fate.is_reduced,
         is_sound=fate.is_sound,
+        is_conditional=fate.is_conditional,
+        is_known=fate.is_known,
         why=fate.why,
     )
 

@@ -42,7 +42,7 @@ class Explanation(Findings):
         return told_in_markdown(self)
 
     def to_json(self) -> str:
-        """The same for programs: an object with groups, totals, unreduced, unsound and notes."""
+        """The same for programs: an object with groups, totals, what is unreduced, unsound or not known, and notes."""
         return json.dumps(self.to_dict(), indent=2)
 
 
@@ -57,6 +57,7 @@ def explain_plan(
     wire_dtype: torch.dtype | None = None,
     ranks_per_node: int | None = None,
     notes: Sequence[str] = (),
+    error: str = "",
 ) -> Explanation:
     """What a plan does with the gradients of a module.
 
@@ -70,11 +71,12 @@ def explain_plan(
         wire_dtype: dtype in which gradients travel; None for their own.
         ranks_per_node: None for one node.
         notes: see ``Explanation``.
+        error: see ``fates_of_strays``.
     """
     hidden = {held[id(tensor)]: path for path, tensor in strays.items() if id(tensor) in held}
     fates = fates_in_plan(plan, parameters, mesh, regions=regions, wire_dtype=wire_dtype, hidden=hidden)
     lost = {path: tensor for path, tensor in strays.items() if id(tensor) not in held}
-    fates += fates_of_strays(lost)
+    fates += fates_of_strays(lost, error=error)
     return explanation_of(fates, mesh, strategy="moeclip", ranks_per_node=ranks_per_node, notes=notes)
 
 
@@ -97,7 +99,7 @@ def explanation_of(
     """
     sent: dict[Axis, float] = {"dp": 0, "edp": 0}
     for fate in fates:
-        if fate.is_reduced and fate.divisor is not None:
+        if fate.divisor is not None:
             sent[fate.parameter.axis] += fate.num_wire_bytes * fate.num_passes
     return Explanation(
         strategy=strategy,
@@ -107,4 +109,5 @@ def explanation_of(
         rings=rings_of(mesh, sent),
         ranks_per_node=mesh.world_size if ranks_per_node is None else ranks_per_node,
         notes=tuple(notes),
+        is_complete=bool(fates),
     )

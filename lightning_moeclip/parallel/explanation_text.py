@@ -59,7 +59,7 @@ def told_in_markdown(found: Findings) -> str:
 
 
 def _is_bad(group: ExplainedGroup) -> bool:
-    return not (group.is_reduced and group.is_sound)
+    return not (group.is_reduced and group.is_sound and group.is_known)
 
 
 def _title(found: Findings) -> str:
@@ -128,10 +128,22 @@ def _verdict(found: Findings) -> list[str]:
     if found.is_ok:
         return ["Nothing is left unreduced: every trainable parameter is reduced over all ranks that hold it."]
     lines = []
-    if found.unreduced:
-        lines.append(f"NOBODY REDUCES {_listed(found.unreduced)}.")
+    conditional = frozenset(found.conditional)
+    if never := [name for name in found.unreduced if name not in conditional]:
+        lines.append(f"NOBODY REDUCES {_listed(never)}.")
+    if found.conditional:
+        lines.append(
+            f"MAY BE LEFT UNREDUCED, in a step in which a rank has no token for it: {_listed(found.conditional)}. If "
+            "every rank calls every expert in every step it is sound: python -m lightning_moeclip verify tells."
+        )
     if found.unsound:
         lines.append(f"REDUCED TO SOMETHING WRONG, OR REFUSED: {_listed(found.unsound)}.")
+    if found.unknown:
+        lines.append(f"NOT KNOWN, since configure_optimizers() failed: {_listed(found.unknown)}.")
+    if not found.groups:
+        lines.append("NOT KNOWN: the module has no parameters.")
+    elif not found.is_complete:
+        lines.append("NOT ALL IS KNOWN: parts of the module could not be made, and are not in the table.")
     return lines
 
 

@@ -11,9 +11,9 @@ from lightning_moeclip.parallel.plan import PlannedParameter, SyncPlan
 from lightning_moeclip.parallel.roles import ParamRole
 from lightning_moeclip.parallel.tables import collapsed
 
-__all__ = ["FROZEN", "NOBODY", "Fate", "fates_in_plan", "fates_of_strays", "role_outside"]
+__all__ = ["FROZEN", "NOBODY", "UNKNOWN", "Fate", "fates_in_plan", "fates_of_strays", "role_outside"]
 
-FROZEN, NOBODY = "none: frozen", "NONE: nobody"
+FROZEN, NOBODY, UNKNOWN = "none: frozen", "NONE: nobody", "not known"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,9 @@ class Fate:
         bucket: number of the bucket that it travels in; None where there is none or nobody knows.
         num_passes: how often a ring sends the whole of it round: 2 for a sum that every rank gets, 1 for one of which
             each rank gets its part.
-        is_reduced: False where nobody reduces it and somebody should.
+        is_reduced: False where nobody reduces it and somebody should, or where nobody may.
+        is_conditional: of one that is not reduced: it is in a step that meets the condition that ``why`` names.
+        is_known: False where it cannot be told whether it is reduced.
         is_sound: False where it is reduced and the result is wrong, or where the run is refused.
         why: reason of all this where it is not the plain case.
     """
@@ -45,6 +47,8 @@ class Fate:
     num_passes: int = 2
     is_reduced: bool = True
     is_sound: bool = True
+    is_conditional: bool = False
+    is_known: bool = True
     why: str = ""
 
     @property
@@ -97,26 +101,34 @@ def fates_in_plan(
     return fates
 
 
-def fates_of_strays(strays: Mapping[str, Tensor]) -> list[Fate]:
-    """What becomes of tensors that nobody registers: nothing.
+def fates_of_strays(strays: Mapping[str, Tensor], *, error: str = "") -> list[Fate]:
+    """What becomes of tensors that nobody registers: nothing, unless an optimizer that is not known holds them.
 
     Args:
         strays: see ``stray_tensors``.
+        error: with which ``configure_optimizers()`` failed, where an optimizer that holds them would be enough; empty
+            where it did not.
     """
+    remedy = "Make it an attribute of a module, as an nn.Parameter or in an nn.ModuleList"
     why = (
         "it asks for a gradient, no module registers it and no known optimizer holds it: it is neither reduced nor "
-        "saved. Make it an attribute of a module, as an nn.Parameter or in an nn.ModuleList, or do not let it require "
-        "a gradient"
+        f"saved. {remedy}, or do not let it require a gradient"
     )
+    if error:
+        why = (
+            f"not known: configure_optimizers failed with {error}. No module registers it: it is reduced where an "
+            f"optimizer holds it, and nobody reduces it where none does. {remedy}"
+        )
     return [
         Fate(
             PlannedParameter(path, role_outside(t), tuple(t.shape), t.dtype, axis="dp", is_in_module=False),
-            NOBODY,
+            UNKNOWN if error else NOBODY,
             (),
             None,
             region=None,
             num_passes=0,
             is_reduced=False,
+            is_known=not error,
             why=why,
         )
         for path, t in strays.items()

@@ -76,6 +76,76 @@ class NeedsTrainer(Hiding):
         return torch.optim.SGD(self.parameters(), lr=1 / self.trainer.estimated_stepping_batches)
 
 
+class Scheduled(Hiding):
+    """Hides nothing but its temperature, which its optimizer holds, with a schedule as long as its Trainer says."""
+
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+        self.layer, self.loss = nn.Linear(DIM, DIM), BareLoss()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        steps = int(self.trainer.estimated_stepping_batches) // self.trainer.world_size
+        self.num_steps = min(steps, self.trainer.max_steps, self.trainer.max_epochs * self.trainer.num_training_batches)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=self.num_steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Unanswered(Scheduled):
+    """Asks its Trainer for what only a real one has."""
+
+    def configure_optimizers(self) -> Any:
+        self.trainer.strategy.optimizer_of_its_own()
+
+
+class Soft(LightningModule):
+    """Experts in a list, all of which see every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(DIM, 2), nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(2))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class BuiltForTrainer(LightningModule):
+    """Makes its layer late, as wide as there are ranks."""
+
+    def configure_model(self) -> None:
+        self.layer = nn.Linear(DIM, self.trainer.world_size)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class NeverBuilt(BuiltForTrainer):
+    """Fails to make its layer."""
+
+    def configure_model(self) -> None:
+        raise KeyError("no such weights")
+
+
+class HalfBuilt(NeverBuilt):
+    """Has another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(DIM, DIM)
+
+
+class Empty(nn.Module):
+    """Trains nothing."""
+
+
+class Lazy(nn.Module):
+    """Its layer has no shape before its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.LazyLinear(3)
+
+
 class Lists(LightningModule):
     """Experts in a list, a temperature of its own, and a parameter that DDP is told to leave alone."""
 
@@ -128,6 +198,16 @@ def emoji() -> LightningModule:
 
 def with_batches() -> tuple[TwoTowers, list[tuple[Tensor, Tensor]]]:
     return TwoTowers(), [(torch.zeros(4, 8), torch.zeros(4, 7))] * 2
+
+
+def broken() -> nn.Module:
+    """Fails where nobody expects it: when its parameters are looked at."""
+
+    class Broken(nn.Module):
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+            raise LookupError("gone")
+
+    return Broken()
 
 
 def a_number() -> int:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_moeclip.__main__ import main
 from lightning_moeclip.diagnosis import doctor as module
 from lightning_moeclip.diagnosis import doctor_command, doctor_parity
-from lightning_moeclip.diagnosis.current_launch import current_launch
+from lightning_moeclip.diagnosis.current_launch import Launch, current_launch
 from lightning_moeclip.diagnosis.doctor import differences, doctor
 from lightning_moeclip.diagnosis.findings import Diagnosis, Finding
 from lightning_moeclip.testing import Rank, inject, on_ranks
@@ -116,6 +116,15 @@ def test_a_step_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None
     assert finding.found == "a step on the ranks of this launch failed: RuntimeError: rank 1 failed with OSError"
 
 
+def test_a_launch_takes_a_step_with_sizes_that_divide_it() -> None:
+    two, four = Launch("torchrun", 0, 2, 2), Launch("torchrun", 0, 4, 2)
+    # a job of 64 ranks that share experts out over 8 is tried out on two
+    assert module.parity_sizes(two, 8) == (1, 2)
+    assert module.parity_sizes(four, 4) == (1, 4)
+    assert module.parity_sizes(four, None) == (1, 2)
+    assert module.parity_sizes(four, 3) == (1, 1)
+
+
 def test_errors_of_a_step_name_what_is_wrong() -> None:
     reference = doctor_parity.one_process(2, 4)
     exact = doctor_parity.largest_errors(reference, reference, 0)
@@ -139,6 +148,8 @@ def test_errors_of_a_step_name_what_is_wrong() -> None:
     assert doctor_parity.judged({"a": 1e-11, "b": 2e-10}, "here").found == (
         "largest relative error 2.0e-10 on here, in b; 1e-10 is allowed"
     )
+    for errors in ({"a": 0.0, "b": float("nan")}, {"b": float("nan"), "a": 0.0}):
+        assert doctor_parity.judged(errors, "here").status == "error"
 
 
 def test_what_other_ranks_found_worse_is_told_once() -> None:

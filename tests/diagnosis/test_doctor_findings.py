@@ -14,6 +14,7 @@ import pytest
 from lightning_moeclip.diagnosis import doctor_kernels, doctor_links, doctor_machine, doctor_network, doctor_versions
 from lightning_moeclip.diagnosis.current_launch import Launch, current_launch
 from lightning_moeclip.diagnosis.findings import Diagnosis, Finding, line_of, within
+from lightning_moeclip.parallel.topology import Level
 from lightning_moeclip.state.snapshot import SnapshotRing
 
 TOPOLOGIES = Path(__file__).parents[1] / "parallel" / "topologies"
@@ -118,6 +119,11 @@ def links(name: str, world_size: int, ranks_per_node: int, size: int | None = No
     return finding, suggested
 
 
+def link(a: int, b: int) -> Level:
+    """Of two groups of three GPUs."""
+    return Level.SELF if a == b else Level.NVLINK if a // 3 == b // 3 else Level.SOCKETS
+
+
 def test_links_say_which_ranks_should_share_out_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     finding, size = links("v100_cube_mesh", 16, 8)
@@ -135,6 +141,14 @@ def test_links_say_which_ranks_should_share_out_experts(monkeypatch: pytest.Monk
     # the last machine has four ranks: groups of four stay within one
     assert links("a100_nvswitch", 12, 8)[1] == 4
 
+    # groups of two in six ranks: the second has a rank of either group of three
+    machine = doctor_links.Links(tuple(range(6)), tuple(tuple(link(a, b) for b in range(6)) for a in range(6)))
+    assert doctor_links.link_findings(machine, 6, 6, 3)[0][0].status == "ok"
+    (finding,), _ = doctor_links.link_findings(machine, 6, 6, 2)
+    assert finding.status == "warning"
+    assert finding.advice.startswith("Write MoEClipStrategy(expert_parallel_size=3): tokens of groups of 2 cross")
+    assert doctor_links.link_findings(machine, 6, 6, 1)[0][0].status == "ok"
+
     finding, size = links("one_gpu", 2, 2)
     assert (finding.status, finding.found) == ("warning", "2 ranks on a machine that shows 1 GPU(s)")
     assert size == 1
@@ -147,7 +161,13 @@ def test_links_are_those_of_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-17fa")
     with pytest.raises(ValueError, match=r"'GPU-17fa' does not name GPUs by number.*CUDA_DEVICE_ORDER=PCI_BUS_ID"):
         links("bridged_pairs", 2, 2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,-1,0")
+    machine = doctor_links.links_of_machine((TOPOLOGIES / "bridged_pairs.txt").read_text)
+    assert machine is not None
+    assert machine.gpus == (2,)
+    for nothing in ("-1", ""):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
+        assert doctor_links.links_of_machine((TOPOLOGIES / "bridged_pairs.txt").read_text) is None
     assert doctor_links.links_of_machine((TOPOLOGIES / "one_gpu.txt").read_text) is None
 
 
@@ -403,6 +423,10 @@ def test_launch_is_that_of_torchrun_or_srun(monkeypatch: pytest.MonkeyPatch) -> 
     slurm = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"}
     for name, value in slurm.items():
         monkeypatch.setenv(name, value)
+    assert current_launch() == Launch("srun", 3, 4, 2)
+    monkeypatch.delenv("SLURM_NTASKS_PER_NODE")
+    assert current_launch() == Launch("srun", 3, 4, 4)
+    monkeypatch.setenv("SLURM_NNODES", "2")
     assert current_launch() == Launch("srun", 3, 4, 2)
 
 

@@ -5,6 +5,7 @@ import random
 import sys
 import time
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,11 @@ from torch import nn
 import lightning_moeclip
 from lightning_moeclip import explain
 from lightning_moeclip.diagnosis.configured import optimizers_in
+from lightning_moeclip.diagnosis.stand_in import standing_in
 from lightning_moeclip.modules import MoE
 from lightning_moeclip.parallel.explanation import ExplainedGroup, Explanation
 from lightning_moeclip.parallel.mesh import Mesh
-from tests.diagnosis.odd_modules import DIM, Built, Hiding, NeedsTrainer, Restless
+from tests.diagnosis.odd_modules import DIM, Built, Empty, Hiding, Lazy, NeedsTrainer, Restless, Scheduled, Unanswered
 from tests.models import TwoTowers
 
 ALL = (tuple(range(8)),)
@@ -183,16 +185,83 @@ def test_module_and_random_numbers_are_as_before() -> None:
     assert drawn == (torch.rand(()).item(), random.random(), np.random.rand())
 
 
-def test_a_failure_of_configure_optimizers_is_a_note() -> None:
-    found = explain(NeedsTrainer())
+def test_a_trainer_that_is_not_there_is_stood_in_for() -> None:
+    module = Scheduled()
+    found = explain(module, world_size=4)
     (note,) = found.notes
-    assert note.startswith("configure_optimizers() failed without a Trainer (")
-    assert "loss.logit_scale" in found.unreduced
+    assert note == (
+        "configure_optimizers() asked its Trainer, for which something stood in with imagined answers: "
+        "estimated_stepping_batches=1000, world_size=4, max_steps=1000, max_epochs=10, num_training_batches=100."
+    )
+    assert found.is_ok
+    assert by_pattern(found)["optimizer0.group0.2"].operation == "sum over dp"
+    # it is gone again, and so is what the method assigned
+    assert module._trainer is None
+    assert not hasattr(module, "num_steps")
+    assert explain(Scheduled(), strategy="ddp").unreduced == ("optimizer0.group0.2",)
+
+
+def test_a_stand_in_is_gone_after_a_failure_and_knows_no_more_than_it_says() -> None:
+    module = nn.Sequential(Scheduled(), nn.Linear(2, 2))
+    with standing_in(module, 3) as stand_in:
+        assert copy.deepcopy(module[0].trainer).num_devices == 3
+        assert module[0].global_step == module[0].current_epoch == module[0].global_rank == 0
+        assert not hasattr(module[1], "_trainer")
+        assert list(stand_in.asked) == ["global_step", "current_epoch", "global_rank"]
+        with pytest.raises(AttributeError, match=r"the stand-in for a Trainer has no 'strategy'"):
+            _ = module[0].trainer.strategy
+    assert module[0]._trainer is None
+    with pytest.raises(ZeroDivisionError), standing_in(module, 3):
+        _ = 1 / module[0].trainer.global_step
+    assert module[0]._trainer is None
+
+
+def test_a_trainer_that_is_there_is_asked_itself() -> None:
+    module = Scheduled()
+    module._trainer = SimpleNamespace(
+        estimated_stepping_batches=8, world_size=2, max_steps=3, max_epochs=1, num_training_batches=9
+    )
+    assert explain(module).notes == ()
+    assert module._trainer.max_steps == 3
+
+
+def test_where_optimizers_are_not_known_strays_are_neither_reduced_nor_unreduced() -> None:
+    found = explain(Unanswered())
+    (note,) = found.notes
+    assert note.startswith(
+        "configure_optimizers() failed without a Trainer (AttributeError: the stand-in for a Trainer"
+    )
+    assert found.unknown == ("loss.logit_scale",)
+    assert found.unreduced == found.unsound == ()
+    assert not found.is_ok
+    group = by_pattern(found)["loss.logit_scale"]
+    assert (group.operation, group.is_known, group.divisor) == ("not known", False, None)
+    assert group.why.startswith("not known: configure_optimizers failed with AttributeError: the stand-in")
+    # Lightning's strategies reduce no parameter that only an optimizer holds
+    assert explain(Unanswered(), strategy="ddp").unreduced == ("loss.logit_scale",)
+    assert explain(Unanswered(), strategy="ddp").unknown == ()
+
+
+def test_a_failure_of_configure_optimizers_is_a_note() -> None:
+    assert "loss.logit_scale" in explain(NeedsTrainer()).unreduced
     (note,) = explain(nn.Linear(2, 2)).notes
     assert "has no configure_optimizers()" in note
     failed, unbuilt = explain(Built()).notes
     assert "ValueError: optimizer got an empty parameter list" in failed
     assert unbuilt.startswith("configure_model() makes parts of the module")
+
+
+def test_a_module_without_parameters_is_no_success() -> None:
+    found = explain(Empty())
+    assert not found.is_ok
+    assert str(found).endswith("NOT KNOWN: the module has no parameters.")
+
+
+def test_a_parameter_without_a_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"net\.weight has no shape yet.*Run one forward in the factory"):
+        explain(Lazy())
+    with pytest.raises(ValueError, match=r"running_mean has no shape yet"):
+        explain(nn.LazyBatchNorm1d(affine=False))
 
 
 def test_every_form_of_configure_optimizers_is_read() -> None:

@@ -53,6 +53,8 @@ def test_the_example_has_the_numbers_counted_by_hand(size: int, capsys: pytest.C
     [
         (["Hiding"], "NOBODY REDUCES"),
         (["Lists", "--strategy", "ddp"], "NOBODY REDUCES"),
+        (["Soft", "--strategy", "ddp"], "MAY BE LEFT UNREDUCED"),
+        (["Soft", "--strategy", "deepspeed_stage_3"], "MAY BE LEFT UNREDUCED"),
         (["Tagged", "--strategy", "fsdp"], "REDUCED TO SOMETHING WRONG"),
     ],
 )
@@ -66,9 +68,46 @@ def test_what_configure_model_makes_is_shown(capsys: pytest.CaptureFixture[str])
     assert "layer.weight" in capsys.readouterr().out
 
 
+def test_configure_model_that_asks_for_the_number_of_ranks_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{HERE}:BuiltForTrainer", "--world-size", "6", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [group["shape"] for group in told["groups"]] == [[6, 4], [6]]
+    assert "configure_model() asked its Trainer" in told["notes"][0]
+    assert told["notes"][0].endswith("world_size=6.")
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "missing"),
+    [
+        ("NeverBuilt", "NOT KNOWN: the module has no parameters.", "no parameters"),
+        ("HalfBuilt", "NOT ALL IS KNOWN: parts of the module could not be made", "parts of the module"),
+        ("Empty", "NOT KNOWN: the module has no parameters.", "no parameters"),
+        ("Unanswered", "NOT KNOWN, since configure_optimizers() failed: loss.logit_scale.", "loss.logit_scale"),
+    ],
+)
+def test_what_cannot_be_told_is_2_and_no_success(
+    name: str, verdict: str, missing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", f"{HERE}:{name}"]) == 2
+    printed = capsys.readouterr()
+    assert verdict in printed.out
+    assert "Nothing is left unreduced" not in printed.out
+    assert printed.err == f"explain: it cannot be told whether all is reduced ({missing}): see the notes.\n"
+    failure = "Note: configure_model() failed with KeyError: 'no such weights': what it makes is not in the table."
+    assert (failure in printed.out) == name.endswith("Built")
+
+
+def test_a_failure_that_nobody_expects_has_its_traceback_and_is_no_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{HERE}:broken"]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("Traceback")
+    assert printed.endswith("explain: it failed with LookupError, and found nothing out.\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        ([f"{HERE}:Lazy"], "explain: net.weight has no shape yet"),
         (["nowhere:make"], "explain: 'nowhere:make': importing nowhere failed"),
         ([f"{HERE}:a_number"], "explain: a_number returned a int"),
         ([f"{HERE}:two_towers", "--expert-parallel-size", "3"], "explain: expert_parallel_size=3 does not divide"),

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_moeclip import explain
 from lightning_moeclip.parallel.tables import collapsed, spell_bytes, spell_runs
-from tests.diagnosis.odd_modules import Hiding
+from tests.diagnosis.odd_modules import Hiding, Soft, Unanswered
 from tests.models import TwoTowers
 
 RED = "\x1b[31m"
@@ -55,6 +55,19 @@ def test_what_nobody_reduces_is_named_last_with_its_reason() -> None:
     assert stock.splitlines()[-1] == "REDUCED TO SOMETHING WRONG, OR REFUSED: logit_scale."
 
 
+def test_what_is_reduced_in_some_steps_or_not_known_is_told_as_that() -> None:
+    *_, last = explain(Soft(), strategy="ddp").to_text(is_coloured=False).splitlines()
+    assert last == (
+        "MAY BE LEFT UNREDUCED, in a step in which a rank has no token for it: experts.0.weight, experts.1.weight. If "
+        "every rank calls every expert in every step it is sound: python -m lightning_moeclip verify tells."
+    )
+    text = explain(Unanswered()).to_text(is_coloured=True)
+    *_, last = text.splitlines()
+    assert last.startswith(f"{RED}NOT KNOWN, since configure_optimizers() failed: loss.logit_scale.")
+    assert any("not known" in line for line in text.splitlines() if line.startswith(f"{RED}loss.logit_scale "))
+    assert "NOBODY" not in text
+
+
 def test_red_is_for_terminals_alone_and_no_color_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -89,7 +102,7 @@ def test_json_holds_the_same() -> None:
     told = json.loads(found.to_json())
     assert set(told) == {
         "strategy", "world_size", "expert_parallel_size", "groups", "totals_per_rank", "links", "unreduced", "unsound",
-        "notes",
+        "conditional", "unknown", "is_complete", "notes",
     }  # fmt: skip
     assert [group["pattern"] for group in told["groups"]] == [group.pattern for group in found.groups]
     expert = next(group for group in told["groups"] if group["pattern"] == "image.moe.w_in")

@@ -11,7 +11,7 @@ from lightning_moeclip.binding import pl
 from lightning_moeclip.diagnosis.stock import _RULES, StockParameter, known_strategies, rule_for
 from lightning_moeclip.parallel.explanation import Explanation
 from lightning_moeclip.parallel.roles import ParamRole
-from tests.diagnosis.odd_modules import Built, Lists, Tagged
+from tests.diagnosis.odd_modules import Built, Lists, Soft, Tagged
 from tests.models import TwoTowers
 
 ALONE = {f"moe.experts.{index}.{name}" for index in (0, 1) for name in ("weight", "bias")}
@@ -35,6 +35,31 @@ def test_ddp_leaves_experts_of_a_list_and_what_it_does_not_know() -> None:
     assert "ddp_find_unused_parameters_true" in reasons(found)["moe.experts.0.weight"]
     assert "_ddp_params_and_buffers_to_ignore" in reasons(found)["ignored"]
     assert "as loss.logit_scale" in reasons(explain(Lists()))[OUTSIDE]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_experts_of_a_list_are_unreduced_under_a_condition_that_is_told(strategy: str) -> None:
+    found = explain(Soft(), strategy=strategy)
+    experts = ("experts.0.weight", "experts.1.weight")
+    assert found.unreduced == found.conditional == experts
+    (group,) = (group for group in found.groups if group.kind == "expert")
+    assert "unreduced in a step in which a rank has no token" in group.why
+    assert group.why.endswith(
+        "If every rank calls every expert in every step it is sound: python -m lightning_moeclip verify tells"
+    )
+    # a step in which all are called sums them, and what travels counts them
+    assert (group.divisor, group.replicas) == (8, (tuple(range(8)),))
+    size = sum(p.numel() * 4 for p in Soft().parameters())
+    assert [ring.bytes_per_rank for ring in found.rings] == [size * (2 if strategy == "ddp" else 1) * 7 / 8]
+    # what nobody ever reduces is under no condition
+    assert explain(Lists(), strategy="ddp").conditional == tuple(
+        name for name in explain(Lists(), strategy="ddp").unreduced if name in ALONE
+    )
+
+
+def test_a_scalar_that_fsdp_refuses_has_the_code_of_its_rule() -> None:
+    for strategy in ("fsdp", "model_parallel"):
+        assert reasons(explain(Lists(), strategy=strategy))["logit_scale"].endswith("[MOE204: docs/checks/moe204.md]")
 
 
 def test_ddp_that_finds_unused_parameters_has_no_false_alarm() -> None:
