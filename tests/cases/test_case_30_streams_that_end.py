@@ -48,6 +48,13 @@ class Validated(TwoTowers):
     test_step = validation_step
 
 
+class StoppedOnOneRank(Validated):
+    """The first rank alone is told to stop when the second epoch starts."""
+
+    def on_train_epoch_start(self) -> None:
+        self.trainer.should_stop = self.current_epoch == 1 and self.global_rank == 0
+
+
 class Dense(Validated):
     """Nothing but a number logged at the end of an epoch is a collective."""
 
@@ -86,6 +93,7 @@ def that_can_still_meet(rank: Rank) -> dict[str, list[str]]:
         # of training: a rank without a batch comes to the meeting of the others
         "no training": attempt(Validated, lambda t, m: t.fit(m, counts(0, 2))),
         "no training of the other": attempt(Validated, lambda t, m: t.fit(m, counts(2, 0))),
+        "told to stop": attempt(StoppedOnOneRank, lambda t, m: t.fit(m, sized(rank, 2)), max_epochs=3),
         "equal": attempt(Validated, lambda t, m: t.fit(m, counts(2, 2), [counts(1, 1), counts(2, 2)])),
         "cut": attempt(Validated, lambda t, m: t.fit(m, counts(2, 3), counts(2, 3)), limit_train_batches=2,
                        limit_val_batches=2),
@@ -103,6 +111,7 @@ TOLD = {
     "limited": r"different numbers of test batches \(rank 0: 1, rank 1: 2\).*Trainer\(limit_test_batches=",
     "no training": r"different numbers of training batches \(rank 0: 0, rank 1: more than 0\)",
     "no training of the other": r"different numbers of training batches \(rank 0: more than 0, rank 1: 0\)",
+    "told to stop": r"^rank 0 was told to stop \(trainer\.should_stop\) before an epoch of training, the others not",
     "equal": "^2 steps$",
     "cut": "^2 steps$",
     "all empty": "^0 steps$",
