@@ -186,7 +186,7 @@ class CheckedStrategy(WatchedStrategy):
         )
 
 
-def _told_of_data(dataset: Any, device: torch.device) -> tuple:
+def _told_of_data(dataset: Any, device: torch.device) -> tuple[Any, ...]:
     """What is equal for equal datasets: the length, and what can be read without running code of the user's."""
     try:
         first = tree_leaves(loader_checks.first_item(dataset))
@@ -195,7 +195,7 @@ def _told_of_data(dataset: Any, device: torch.device) -> tuple:
         return ()
 
 
-def _bits_of(batch: Any, device: torch.device) -> tuple | None:
+def _bits_of(batch: Any, device: torch.device) -> tuple[Any, ...] | None:
     """What is equal for equal batches; read on the host, once in a run. None without rows, or with unknown ones.
 
     Args:
@@ -210,7 +210,7 @@ def _bits_of(batch: Any, device: torch.device) -> tuple | None:
         return None
 
 
-def _read_bits(leaves: list[Any], device: torch.device) -> tuple | None:
+def _read_bits(leaves: list[Any], device: torch.device) -> tuple[Any, ...] | None:
     if not all(map(_is_readable, leaves)):
         return None
     tensors = [x for x in leaves if isinstance(x, Tensor)]
