@@ -25,6 +25,7 @@ class CountingStrategy(GuardedStrategy):
     _ending_ranks: tuple[int, ...] = ()
     _num_evaluations = 0
     _evaluated: list[int] | None = None  # batches of each loader in the evaluation at hand
+    _compared: list[int] | None = None  # of them, what all ranks have been found to have alike
 
     def note_ends(self, ranks: tuple[int, ...]) -> None:
         """Have the run end after the current batch when the loaders of some ranks end with it, and others go on.
@@ -102,10 +103,23 @@ class CountingStrategy(GuardedStrategy):
 
     def _meet(self, batch: Any, num_batches: int | float) -> None:
         self._num_meetings += 1
-        told = gather_objects((num_batches, self.epoch_card(batch)))
+        card, failed = None, None
+        try:
+            card = self.epoch_card(batch)
+        except Exception as error:  # the others wait below: they hear of it before it is raised
+            failed = error
+        failure = None if failed is None else f"{type(failed).__name__}: {failed}"
+        told = gather_objects((num_batches, self._trainer.should_stop, card, failure))
+        if failed is not None:
+            raise failed
+        counts, stopping, cards, failures = (list(column) for column in zip(*told, strict=True))
+        for rank, text in enumerate(failures):
+            if text is not None:
+                raise RuntimeError(f"rank {rank}: {text}")
         if self._is_counting():
-            loader_checks.check_equal_batch_counts("training", [(number,) for number, _ in told])
-        self.read_epoch_cards([card for _, card in told])
+            loader_checks.check_equal_stops(stopping, counts)
+            loader_checks.check_equal_batch_counts("training", [(number,) for number in counts])
+        self.read_epoch_cards(cards)
 
     def _run_epoch(self, loop: Any, data_fetcher: Any) -> None:
         """What the epoch loop does; a rank that comes out without a batch meets the others, who have one."""
@@ -126,7 +140,7 @@ class CountingStrategy(GuardedStrategy):
 
     def _begin_evaluation(self, stage: str, counts: list[int | float]) -> None:
         self._num_evaluations += 1
-        self._evaluated = None
+        self._evaluated = self._compared = None
         if self._is_counting():
             loader_checks.check_equal_batch_counts(stage, gather_objects(tuple(counts)))
             self._evaluated = [0] * len(counts)
@@ -156,13 +170,15 @@ class CountingStrategy(GuardedStrategy):
     def _end_evaluation(self, loop: Any, stage: str) -> Any:
         """What an evaluation loop does after its last loader; those that had no batch have ended as well."""
         if (counts := self._evaluated) is not None:
-            self._meet_evaluated(stage, counts, range(len(counts)))
+            if self._compared != counts:  # else the last loader has been the last meeting, and on all ranks so
+                self._meet_evaluated(stage, counts, range(len(counts)))
             self._evaluated = None
         return type(loop).on_run_end(loop)
 
     def _meet_evaluated(self, stage: str, counts: list[int], ended: range) -> None:
         self._note_evaluated(stage, ended, is_last=True)
-        loader_checks.check_equal_batch_counts(stage, gather_objects(tuple(counts[: len(ended)])))
+        self._compared = counts[: len(ended)]
+        loader_checks.check_equal_batch_counts(stage, gather_objects(tuple(self._compared)))
 
     def _allows_empty_loaders(self) -> bool:
         # a rank without batches does not come here, and its user has said that this is meant

@@ -3,10 +3,13 @@
 What the checks say is in ``parallel``; here is when. Errors of one rank are raised on all of them.
 """
 
+import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -176,20 +179,72 @@ class CheckedStrategy(WatchedStrategy):
         return None
 
     def _feed(self, batch: Any) -> loader_checks.FeedCard:
+        try:
+            return self._look_at_feed(batch)
+        except Exception:  # of a loader of the user's: what can only end in a warning must not end his run
+            return loader_checks.FeedCard(plain=None, is_shared_out=False, rows=None)
+
+    def _look_at_feed(self, batch: Any) -> loader_checks.FeedCard:
         loaders = self._trainer.fit_loop._combined_loader.flattened
+        rank, world_size = self.global_rank, self.world_size
+        named = [(loader, loader_checks.plain_sampler(loader)) for loader in loaders]
         is_injected = self._trainer._accelerator_connector.use_distributed_sampler
-        plain = [name for loader in loaders if (name := loader_checks.plain_sampler(loader)) is not None]
+        plain = [] if is_injected else [(loader.dataset, name) for loader, name in named if name is not None]
         return loader_checks.FeedCard(
-            plain=plain[0] if plain and not is_injected else None,
-            is_shared_out=any(map(loader_checks.shares_rows_out, loaders)),
+            plain=plain[0][1] if plain else None,
+            is_shared_out=any(loader_checks.shares_rows_out(x, rank=rank, world_size=world_size) for x in loaders),
             rows=_bits_of(batch, self.root_device),
+            data=tuple(_told_of_data(dataset, self.root_device) for dataset, _ in plain),
         )
 
 
-def _bits_of(batch: Any, device: torch.device) -> tuple | None:
-    """What is equal for equal batches; read on the host, once in a run. None for a batch without rows."""
-    leaves = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.layout is torch.strided]
-    if not any(x.ndim and x.numel() for x in leaves):
+def _told_of_data(dataset: Any, device: torch.device) -> tuple[Any, ...]:
+    """What is equal for equal datasets: the length, and what can be read without running code of the user's."""
+    try:
+        first = tree_leaves(loader_checks.first_item(dataset))
+        return len(dataset), loader_checks.chosen_rows(dataset), _read_bits(first, device)
+    except Exception:  # of a user's dataset; where nothing is known, nothing differs
+        return ()
+
+
+def _bits_of(batch: Any, device: torch.device) -> tuple[Any, ...] | None:
+    """What is equal for equal batches; read on the host, once in a run. None without rows, or with unknown ones.
+
+    Args:
+        batch: a tree of tensors, arrays, strings and numbers. Of anything else there is no statement.
+        device: of the run.
+    """
+    try:
+        leaves = tree_leaves(batch)
+        has_rows = any(isinstance(x, Tensor | np.ndarray) and x.ndim and math.prod(x.shape) for x in leaves)
+        return _read_bits(leaves, device) if has_rows else None
+    except Exception:  # a look at what a user feeds must not end his run
         return None
-    shapes = tuple((str(x.dtype), *x.shape) for x in leaves)
-    return shapes, joint_digest(leaves, device=device).item()
+
+
+def _read_bits(leaves: list[Any], device: torch.device) -> tuple[Any, ...] | None:
+    if not all(map(_is_readable, leaves)):
+        return None
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    shapes = tuple((str(x.dtype), *x.shape) for x in tensors)
+    others = hashlib.sha256()
+    for place, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            others.update(f"{place} {type(leaf).__name__} {_spelled(leaf)}\n".encode())
+    return shapes, joint_digest(tensors, device=device).item(), others.hexdigest()
+
+
+def _is_readable(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        # a quantized tensor ends the process, and one that has its own dispatch may communicate
+        is_plain = type(leaf).__torch_dispatch__ is Tensor.__torch_dispatch__
+        return is_plain and leaf.layout is torch.strided and not (leaf.is_nested or leaf.is_quantized or leaf.is_meta)
+    if isinstance(leaf, np.ndarray):
+        return not leaf.dtype.hasobject
+    return leaf is None or isinstance(leaf, str | bytes | bool | int | float | complex | np.generic)
+
+
+def _spelled(leaf: Any) -> str:
+    if isinstance(leaf, np.ndarray):
+        return f"{leaf.dtype.str} {leaf.shape} {hashlib.sha256(np.ascontiguousarray(leaf).tobytes()).hexdigest()}"
+    return repr(leaf)

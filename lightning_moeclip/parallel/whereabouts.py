@@ -18,7 +18,7 @@ from lightning_moeclip.parallel.step_checks import lone_pause
 
 __all__ = ["Place", "Whereabouts"]
 
-STILL_S = 1.0  # so long a rank stands at one place before it says so: a step that takes less writes nothing
+STILL_S = 1.0  # so long a rank stands at one place before it tells or asks: a step that takes less costs nothing
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,8 @@ class Whereabouts:
         self._key = key
         self._connect = connect
         self._batch: tuple[str, str, int] | None = None
+        self._seen_batch = self._batch
+        self._in_batch_since = 0.0
         self._read_place: Callable[[], Place] | None = None
         self._num_followed = self._num_told = 0
         self._seen: Place | None = None
@@ -100,7 +102,10 @@ class Whereabouts:
 
     def _compare_batches(self, store: Store) -> str | None:
         batch = self._batch
-        if batch is None:
+        now = time.monotonic()
+        if batch != self._seen_batch:
+            self._seen_batch, self._in_batch_since = batch, now
+        if batch is None or now - self._in_batch_since < STILL_S:
             return None
         stage, run, number = batch
         if not store.check([self._last(stage, run)]):

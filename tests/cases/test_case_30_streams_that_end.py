@@ -7,12 +7,17 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch import Tensor
+from torch.distributed import HashStore
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_moeclip import batch_counts
+from lightning_moeclip.parallel import whereabouts
 from lightning_moeclip.parallel.agreement import gather_objects
+from lightning_moeclip.parallel.whereabouts import Whereabouts
 from lightning_moeclip.strategy import MoEClipStrategy
 from lightning_moeclip.testing import Rank, on_ranks
 from lightning_moeclip.testing.on_ranks import RanksFailed
@@ -48,6 +53,13 @@ class Validated(TwoTowers):
     test_step = validation_step
 
 
+class StoppedOnOneRank(Validated):
+    """The first rank alone is told to stop when the second epoch starts."""
+
+    def on_train_epoch_start(self) -> None:
+        self.trainer.should_stop = self.current_epoch == 1 and self.global_rank == 0
+
+
 class Dense(Validated):
     """Nothing but a number logged at the end of an epoch is a collective."""
 
@@ -70,6 +82,12 @@ def attempt(kind: type[Validated], call: Callable[[Any, Any], Any], **settings: 
     return f"{trainer.global_step} steps"
 
 
+def count_meetings(rank: Rank) -> str:
+    with mock.patch.object(batch_counts, "gather_objects", wraps=gather_objects) as gathered:
+        attempt(Dense, lambda t, m: t.validate(m, [stream(rank, 2), stream(rank, 1)], verbose=False))
+    return str(gathered.call_count)
+
+
 @on_ranks(2)
 def that_can_still_meet(rank: Rank) -> dict[str, list[str]]:
     def counts(*by_rank: int) -> DataLoader:
@@ -86,9 +104,11 @@ def that_can_still_meet(rank: Rank) -> dict[str, list[str]]:
         # of training: a rank without a batch comes to the meeting of the others
         "no training": attempt(Validated, lambda t, m: t.fit(m, counts(0, 2))),
         "no training of the other": attempt(Validated, lambda t, m: t.fit(m, counts(2, 0))),
+        "told to stop": attempt(StoppedOnOneRank, lambda t, m: t.fit(m, sized(rank, 2)), max_epochs=3),
         "equal": attempt(Validated, lambda t, m: t.fit(m, counts(2, 2), [counts(1, 1), counts(2, 2)])),
         "cut": attempt(Validated, lambda t, m: t.fit(m, counts(2, 3), counts(2, 3)), limit_train_batches=2,
                        limit_val_batches=2),
+        "meetings": count_meetings(rank),
         "all empty": attempt(Validated, lambda t, m: t.fit(m, counts(0, 0), counts(0, 0))),
     }  # fmt: skip
     return {name: gather_objects(text) for name, text in told.items()}
@@ -103,8 +123,10 @@ TOLD = {
     "limited": r"different numbers of test batches \(rank 0: 1, rank 1: 2\).*Trainer\(limit_test_batches=",
     "no training": r"different numbers of training batches \(rank 0: 0, rank 1: more than 0\)",
     "no training of the other": r"different numbers of training batches \(rank 0: more than 0, rank 1: 0\)",
+    "told to stop": r"^rank 0 was told to stop \(trainer\.should_stop\) before an epoch of training, the others not",
     "equal": "^2 steps$",
     "cut": "^2 steps$",
+    "meetings": "^3$",  # at the beginning, and at the end of each of two loaders
     "all empty": "^0 steps$",
 }
 
@@ -140,3 +162,14 @@ def test_case_30_streams_of_validation_that_communicates_end_with_the_reason(
         told = caught.value.failures[rank] + (tmp_path / f"{rank}.err").read_text()
         assert f"different numbers of validation batches ({reason})" in told, told
         assert "still running" not in told
+
+
+def test_case_30_a_rank_that_moves_asks_nobody_for_ended_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = mock.Mock(wraps=HashStore())
+    ends, goes_on = Whereabouts(0, "run", lambda: store), Whereabouts(1, "run", lambda: store)
+    ends.note_batch("validation", "1.0", 2, is_last=True)
+    goes_on.note_batch("validation", "1.0", 3, is_last=False)
+    assert goes_on.find_apart(store) is None
+    store.check.assert_not_called()
+    monkeypatch.setattr(whereabouts, "STILL_S", 0.0)
+    assert "(rank 0: 2, rank 1: more than 2)" in (goes_on.find_apart(store) or "")

@@ -1,5 +1,6 @@
 """LightningCLI builds strategy, precision, callbacks and layers from class paths, and the strategy from its name."""
 
+import os
 import sys
 from datetime import timedelta
 from importlib import import_module
@@ -105,6 +106,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 @on_ranks(1)
 def run_twice(rank: Rank, config: str) -> None:
+    os.chdir(Path(config).parent)  # pictures go to the working directory
     made = cli("fit", "--config", config)
     strategy, module = made.trainer.strategy, made.model
     assert type(strategy) is MoEClipStrategy

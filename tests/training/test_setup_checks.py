@@ -1,14 +1,17 @@
 """The strategy calls the checks in time: all ranks raise before the first step, and one rank warns, once."""
 
+import copy
 import functools
 import re
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -16,11 +19,13 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_moeclip.binding import Callback, LightningModule, Trainer, pl
 from lightning_moeclip.modules import MoE
 from lightning_moeclip.parallel.agreement import gather_objects
+from lightning_moeclip.setup_checks import _bits_of
 from lightning_moeclip.strategy import MoEClipStrategy
 from lightning_moeclip.testing import Rank, on_ranks
 from tests.models import loader, quiet_trainer
 
 DIM = 4
+CPU = torch.device("cpu")
 DATA = TensorDataset(torch.randn(8, DIM, generator=torch.Generator().manual_seed(0)))
 
 
@@ -39,7 +44,8 @@ class Net(LightningModule):
         return self.moe(self.stem(x))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.run(batch[0] if isinstance(batch, list) else batch).pow(2).mean()
+        rows = batch[0] if isinstance(batch, list) else batch
+        return self.run(rows if isinstance(rows, Tensor) else torch.ones(2, DIM)).pow(2).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -87,6 +93,19 @@ class WrappedReentrant(Net):
         self.moe = checkpoint_wrapper(self.moe, checkpoint_impl=CheckpointImpl.REENTRANT)
 
 
+class FailsToTell(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.rank == 1:
+            self.trainer.strategy._misplaced_expert = self.fail
+
+    def fail(self) -> None:
+        raise KeyError("a parameter")
+
+
+class Unreadable:
+    """It shows no rows."""
+
+
 def own(rank: int) -> DataLoader:
     return loader(list(DATA.tensors[0].chunk(4)[2 * rank : 2 * rank + 2]))
 
@@ -105,6 +124,27 @@ def in_order_of_an_own_dataset(rank: int) -> DataLoader:
 
 def sharded(rank: int) -> DataLoader:
     return DataLoader(DATA, batch_size=2, sampler=DistributedSampler(DATA))
+
+
+def one_replica(rank: int) -> DataLoader:
+    return DataLoader(DATA, batch_size=2, sampler=DistributedSampler(DATA, num_replicas=1, rank=0))
+
+
+def shuffled_of_an_own_dataset(rank: int) -> DataLoader:
+    return DataLoader(TensorDataset(DATA.tensors[0][rank::2]), batch_size=2, shuffle=True)
+
+
+def captions(rank: int) -> DataLoader:
+    return loader([{"caption": [f"row {2 * i + rank}"], "label": torch.zeros(1)} for i in range(2)])
+
+
+def odd_on_one_rank(rank: int) -> DataLoader:
+    nested = torch.nested.nested_tensor([torch.ones(2, DIM), torch.ones(3, DIM)])
+    return loader([{"rows": nested if rank else torch.ones(2, DIM)}])
+
+
+def unreadable(rank: int) -> DataLoader:
+    return loader([Unreadable()])
 
 
 def one_row(rank: int) -> DataLoader:
@@ -132,6 +172,7 @@ ERRORS: dict[str, tuple[Run, str]] = {
         r"ValueError: accumulate_grad_batches differs between ranks \(rank 0: 1, rank 1: 2\).*\[MOE401:",
     ),
     "batch norm": ((WithNorm, own, NOTHING, 1), r"ValueError: norm is a BatchNorm1d in training, and loss .*\[MOE403:"),
+    "what cannot be told": ((FailsToTell, own, NOTHING, 1), r"^(RuntimeError: rank 1: )?KeyError: 'a parameter'$"),
     "device": ((MovesExperts, own, NOTHING, 1), r"ValueError: rank 1: moe\.w_in is an expert on meta, .*\[MOE205:"),
 }
 SCALED = (WithScale, own, lambda _: {"accumulate_grad_batches": 2, "max_epochs": 2}, 1)
@@ -147,6 +188,11 @@ WARNINGS: dict[str, tuple[Run, list[str]]] = {
     "same rows": ((Net, same, lambda _: {"max_epochs": 2}, 1), [r"All 2 ranks got the same first batch .*\[MOE503:"]),
     "plain sampler": ((Net, plain, NOTHING, 1), [r"the training loader has a RandomSampler: .*\[MOE502:"]),
     "injected sampler": ((Net, plain, lambda _: {"use_distributed_sampler": True}, 1), []),
+    "two of one replica": ((Net, one_replica, NOTHING, 1), [r"All 2 ranks got the same first batch .*\[MOE503:"]),
+    "captions": ((Net, captions, NOTHING, 1), []),
+    "odd on one rank": ((Net, odd_on_one_rank, NOTHING, 1), []),
+    "unreadable": ((Net, unreadable, NOTHING, 1), []),
+    "own dataset, shuffled": ((Net, shuffled_of_an_own_dataset, NOTHING, 1), []),
     "own dataset": ((Net, in_order_of_an_own_dataset, NOTHING, 1), []),
     "sharded": ((Net, sharded, NOTHING, 1), []),
     "fewer rows than ranks": ((Net, one_row, NOTHING, 1), []),
@@ -209,3 +255,53 @@ def test_the_first_rank_warns_once_and_only_of_what_is_so(name: str) -> None:
     wanted = WARNINGS[name][1]
     assert len(first[2]) == len(wanted), first[2]
     assert all(re.search(pattern, message) for pattern, message in zip(wanted, first[2], strict=True)), first[2]
+
+
+ODD = {
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2, DIM), torch.ones(3, DIM)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2, DIM), torch.ones(3, DIM)], layout=torch.jagged),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "meta": lambda: torch.ones(3, device="meta"),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "fake": lambda: FakeTensorMode().from_tensor(torch.ones(3)),
+    "objects": lambda: np.array([object()]),
+    "unknown": Unreadable,
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns of prototypes and of what it will drop
+@pytest.mark.parametrize("name", ODD)
+def test_of_a_batch_with_something_odd_nothing_is_said(name: str) -> None:
+    assert _bits_of([torch.ones(2), ODD[name]()], CPU) is None
+
+
+SAME = {"rows": torch.ones(2, 3), "text": ["a", b"b"], "number": (1, 0.5, None, True), "array": np.ones(2)}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"rows": torch.zeros(2, 3)},
+        {"rows": torch.ones(3, 2)},
+        {"text": ["a", b"c"]},
+        {"text": ["a", "b"]},
+        {"number": (2, 0.5, None, True)},
+        {"number": (1, 0.6, None, True)},
+        {"number": (1, 0.5, None, False)},
+        {"array": np.zeros(2)},
+        {"array": np.ones(2, np.float32)},
+    ],
+    ids=str,
+)
+def test_batches_are_equal_where_all_their_leaves_are(other: dict[str, Any]) -> None:
+    bits = _bits_of(SAME, CPU)
+    assert bits is not None
+    assert bits == _bits_of(copy.deepcopy(SAME), CPU)
+    assert bits != _bits_of({**SAME, **other}, CPU)
+
+
+def test_a_batch_without_rows_is_not_compared() -> None:
+    assert _bits_of(None, CPU) is None
+    assert _bits_of([torch.ones(()), 3, torch.ones(0, 4)], CPU) is None
+    assert _bits_of([np.ones(2)], CPU) is not None
+    assert _bits_of([nn.Parameter(torch.ones(2))], CPU) == _bits_of([torch.ones(2)], CPU)
