@@ -140,6 +140,8 @@ def make_strategy(strategy: Any, expert_parallel_size: int) -> Any:
             f"strategy={strategy!r} gave a {type(made).__name__}. Give a name that Trainer(strategy=...) takes, a "
             f"strategy of {ROOT}, or a function that makes one."
         )
+    if isinstance(made, pl.strategies.FSDPStrategy):
+        raise ValueError(_needs_gpu(type(made).__name__))
     own = getattr(made, "expert_parallel_size", 1)
     if expert_parallel_size not in (1, own):
         raise ValueError(
@@ -151,9 +153,20 @@ def make_strategy(strategy: Any, expert_parallel_size: int) -> Any:
     return made
 
 
+def _needs_gpu(strategy: str) -> str:
+    name = "deepspeed" if strategy.lower().startswith("deepspeed") else "fsdp"
+    return (
+        f"strategy={strategy!r} needs a GPU, and verify trains on the CPUs of this machine. "
+        f"`python -m lightning_moeclip explain package.module:factory --strategy {name}` says what it would do to each "
+        "parameter."
+    )
+
+
 def _registered(name: str, expert_parallel_size: int) -> Callable[[], Any]:
     plain = _LAUNCH.sub("", name.lower())
     plain = "ddp" if plain == "auto" else plain
+    if plain.startswith(("fsdp", "deepspeed")):
+        raise ValueError(_needs_gpu(name))
     if plain == "moeclip":
         return lambda: MoEClipStrategy(expert_parallel_size=expert_parallel_size)
     registry = pl.strategies.StrategyRegistry
