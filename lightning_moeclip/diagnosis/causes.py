@@ -16,7 +16,7 @@ from lightning_moeclip.diagnosis.evidence import (
 )
 from lightning_moeclip.diagnosis.factors import NO_MEND, scaled_loss, wrong_count, wrong_divisor
 
-__all__ = ["UNDECIDED", "cause_of_gradient", "cause_of_loss", "frozen_on", "tied"]
+__all__ = ["UNDECIDED", "cause_of_gradient", "cause_of_loss", "frozen_on", "skipped_by", "tied"]
 
 _FLOAT32 = 1e-5  # a few times the rounding of float32
 _TIE = 1e-9  # relative gap of two logits that summation in another order may turn round
@@ -61,13 +61,15 @@ def _input(evidence: Evidence, world: World) -> Cause | None:
 
 
 def _skipped(evidence: Evidence, world: World) -> Cause | None:
-    if not world.skipped:
-        return None
-    who = ", ".join(world.skipped)
+    return skipped_by(world.skipped) if world.skipped else None
+
+
+def skipped_by(who: Iterable[str]) -> Cause:
+    """Some have no loss in a step in which others have one."""
     return Cause(
         "skipped",
-        f"no loss in {who}, and one elsewhere: training_step returned None there, as a guard against NaN does that "
-        f"looks at the rows of its own batch. Decide on the rows of all ranks. {NO_MEND}",
+        f"no loss in {', '.join(who)}, and one elsewhere: training_step returned None there, as a guard against NaN "
+        f"does that looks at the rows of its own batch. Decide on the rows of all ranks. {NO_MEND}",
         is_in_step=True,
     )
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_moeclip.diagnosis.causes import cause_of_gradient, cause_of_loss, frozen_on
+from lightning_moeclip.diagnosis.causes import cause_of_gradient, cause_of_loss, frozen_on, skipped_by
 from lightning_moeclip.diagnosis.evidence import Cause, Evidence, World
 from lightning_moeclip.diagnosis.observations import GradientSeen, NormSeen, StepSeen, Unfinished
 from lightning_moeclip.diagnosis.verify_report import Finding
@@ -119,7 +119,9 @@ def _of_step(seen: Seen, step: int, world: World) -> list[Finding]:
     has_drifted = _has_drifted(seen, step - 1)
     world = replace(world, skipped=_skipped(seen, step))
     error = _loss_error(seen, step)
-    if step and error > seen.tolerance:
+    if step and world.skipped:
+        found.append(_finding("", "loss", step, float("inf"), skipped_by(world.skipped)))
+    elif step and error > seen.tolerance:
         cause = _FOLLOWS if has_drifted else cause_of_loss(loss_ratio(seen, step), world)
         found.append(_finding("", "loss", step, error, cause))
     wrong = _wrong_gradients(seen, step)
@@ -238,12 +240,15 @@ def _losses(seen: Seen, step: int) -> list[_Loss]:
 
 
 def _skipped(seen: Seen, step: int) -> tuple[str, ...]:
-    """Who had no loss in a step in which others had one."""
+    """Who stepped without a loss where others had one, or came to wait in the middle of it."""
     if step not in seen.one:
         return ()
     who = {"one process": seen.one[step]} | {f"rank {rank}": s for rank, s in sorted(seen.at(step).items())}
-    without = tuple(name for name, state in who.items() if state.norms and not state.losses)
-    return without if len(without) < len(who) and any(state.losses for state in who.values()) else ()
+    # a loss that goes backward past Lightning is not seen, its gradients are; MoEClipStrategy puts a zero without any
+    has_loss = {name: any(s.losses) or any(g.local for g in s.gradients) for name, s in who.items()}
+    without = tuple(name for name, state in who.items() if state.norms and not has_loss[name])
+    is_stuck = any(u.step == step and rank not in seen.at(step) for rank, u in seen.unfinished.items())
+    return without if any(has_loss.values()) or is_stuck else ()
 
 
 def mean(values: Sequence[float]) -> float:

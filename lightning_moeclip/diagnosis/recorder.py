@@ -285,4 +285,5 @@ def _clip_norm(strategy: Any, parameters: list[nn.Parameter]) -> NormSeen:
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         return NormSeen(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        return NormSeen(float("nan"), problem=f"{type(error).__name__}: {error}")
+        told = str(error).partition("\n")[0][:200]
+        return NormSeen(float("nan"), problem=f"{type(error).__name__}: {told}")

@@ -445,7 +445,7 @@ class Skips(Pair):
     """A guard that looks at the rows of its own batch, of which one rank's are fine."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
-        return None if batch[0].isnan().any() else super().training_step((batch[0], batch[1]), batch_idx)
+        return None if batch[0].isnan().any() else self.image(batch[0]).square().mean()
 
 
 class Unreached(Pair):
