@@ -80,7 +80,8 @@ def _nan_losses(seen: Seen, step: int) -> tuple[int, ...]:
 
 def largest_errors(seen: Seen) -> dict[str, float]:
     """Largest relative error of loss, gradients, clip norm and parameters; NaN where nothing was compared."""
-    steps = [step for steps in seen.ranks.values() for step in steps.values()]
+    told = {n: seen.at(n) for n in {n for steps in seen.ranks.values() for n in steps}}
+    steps = [s for at in told.values() if not seen.has_failed or len(at) == len(seen.ranks) for s in at.values()]
     numbers = sorted(n for n in seen.one if n)
     return {
         "loss": _largest(e for n in numbers if _losses(seen, n) for e in [_loss_error(seen, n)]),

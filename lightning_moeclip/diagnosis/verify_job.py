@@ -18,6 +18,9 @@ __all__ = ["VerifyJob", "batch_norms", "make_strategy", "shares", "silence_dropo
 _LAUNCH = re.compile(r"_(spawn|fork|notebook)(?=_|$)")  # how ranks are started is the launcher's business here
 
 
+_NEED_GPU = ("fsdp", "deepspeed")
+
+
 @dataclass(frozen=True)
 class VerifyJob:
     """One run of ``verify``.
@@ -127,7 +130,7 @@ def make_strategy(strategy: Any, expert_parallel_size: int) -> Any:
         expert_parallel_size: for our own by name; another strategy brings its own.
 
     Raises:
-        ValueError: there is none of that name or address, or it has another expert_parallel_size.
+        ValueError: there is none of that name or address, it needs a GPU, or it has another expert_parallel_size.
         TypeError: what was given or made is no strategy.
     """
     made = strategy
@@ -165,13 +168,14 @@ def _needs_gpu(strategy: str) -> str:
 def _registered(name: str, expert_parallel_size: int) -> Callable[[], Any]:
     plain = _LAUNCH.sub("", name.lower())
     plain = "ddp" if plain == "auto" else plain
-    if plain.startswith(("fsdp", "deepspeed")):
+    if plain.startswith(_NEED_GPU):
         raise ValueError(_needs_gpu(name))
     if plain == "moeclip":
         return lambda: MoEClipStrategy(expert_parallel_size=expert_parallel_size)
     registry = pl.strategies.StrategyRegistry
     if plain not in registry:
-        known = ", ".join(sorted(n for n in registry.available_strategies() if not _LAUNCH.search(n)))
+        names = [n for n in registry.available_strategies() if not (_LAUNCH.search(n) or n.startswith(_NEED_GPU))]
+        known = ", ".join(sorted(names))
         raise ValueError(
             f"strategy={name!r} is not registered with Lightning. Write one of {known}, an address such as "
             "my_project.train:make_strategy, or give a strategy itself."

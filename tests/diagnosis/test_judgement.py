@@ -107,7 +107,9 @@ def test_what_not_all_ranks_came_to_is_no_fault_where_an_error_ended_one() -> No
         ("gradient", "not_reduced"),
         ("clip norm", "follows"),
     ]
-    assert judge(Seen({0: START, 1: STEP}, alone, {}, 1e-8, has_failed=True), World(2)) == ()
+    failed = Seen({0: START, 1: STEP}, alone, {}, 1e-8, has_failed=True)
+    assert judge(failed, World(2)) == ()
+    assert str(largest_errors(failed)["gradients"]) == "nan"
     both = replace(seen(step, step), has_failed=True)
     assert codes(judge(both, World(2))) == [("gradient", "step"), ("clip norm", "follows")]
 
