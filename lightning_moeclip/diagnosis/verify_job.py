@@ -16,8 +16,6 @@ from lightning_moeclip.strategy import MoEClipStrategy
 __all__ = ["VerifyJob", "batch_norms", "make_strategy", "shares", "silence_dropout", "take_case"]
 
 _LAUNCH = re.compile(r"_(spawn|fork|notebook)(?=_|$)")  # how ranks are started is the launcher's business here
-
-
 _NEED_GPU = ("fsdp", "deepspeed")
 
 

@@ -2,15 +2,17 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_moeclip.diagnosis.causes import cause_of_gradient, cause_of_loss, tied
 from lightning_moeclip.diagnosis.evidence import Evidence, World
 from lightning_moeclip.diagnosis.measures import relative_error
 from lightning_moeclip.diagnosis.observations import GradientSeen
+from lightning_moeclip.diagnosis.recorder import Comparer
 from lightning_moeclip.diagnosis.sketch import Place, place_of, sketch
 from lightning_moeclip.diagnosis.verify_rank import _sketch_of
 
@@ -295,3 +297,15 @@ def test_batches_with_a_nan_or_words_are_compared() -> None:
     assert _sketch_of(((first, ["a", "b"]),)) == _sketch_of(((first.clone(), ["a", "b"]),))
     assert _sketch_of(((first, ["a", "b"]),)) != _sketch_of(((first, ["a", "c"]),))
     assert _sketch_of((first,)) != _sketch_of((first.nan_to_num(0.0),))
+
+
+def test_a_gradient_that_one_process_does_not_have_keeps_its_size(tmp_path: Path) -> None:
+    comparer = Comparer(tmp_path, 0, "0")
+    parameter = nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.ones(4)
+    comparer.parameters, comparer.places = {NAME: parameter}, {NAME: place_of(parameter.detach())}
+    comparer._keep_gradients([NAME])
+    (extra,) = comparer.seen.gradients
+    assert (extra.norm, extra.error) == (2.0, float("inf"))
+    found = Evidence(NAME, seen(None, None, None), {0: extra, 1: extra})
+    assert cause_of_gradient(found, World(2)).text.startswith("a gradient where one process has none")
