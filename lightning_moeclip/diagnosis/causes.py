@@ -16,7 +16,7 @@ from lightning_moeclip.diagnosis.evidence import (
 )
 from lightning_moeclip.diagnosis.factors import NO_MEND, scaled_loss, wrong_count, wrong_divisor
 
-__all__ = ["UNDECIDED", "cause_of_gradient", "cause_of_loss", "frozen_on", "tied"]
+__all__ = ["UNDECIDED", "cause_of_gradient", "cause_of_loss", "frozen_on", "skipped_by", "tied"]
 
 _FLOAT32 = 1e-5  # a few times the rounding of float32
 _TIE = 1e-9  # relative gap of two logits that summation in another order may turn round
@@ -25,7 +25,7 @@ UNDECIDED = ("step", "uncorrelated")  # codes of which further runs of one proce
 
 def cause_of_gradient(evidence: Evidence, world: World) -> Cause:
     """The likely cause of a gradient that is not that of one process."""
-    for judge in (_input, _not_finite, _frozen, _presence, _rounding, _factor, _unreduced, _reduction, _step):
+    for judge in (_input, _skipped, _not_finite, _frozen, _presence, _rounding, _factor, _unreduced, _reduction, _step):
         cause = judge(evidence, world)
         if cause is not None:
             return cause
@@ -36,9 +36,10 @@ def cause_of_loss(ratio: float, world: World) -> Cause:
     """The likely cause of a mean loss that is not that of one process."""
     if world.nan_losses:
         return Cause("nan", _nan_loss(world), is_in_step=True)
-    if is_close(ratio, world.world_size):
+    if is_close(ratio, world.world_size) or is_close(ratio, 1 / world.world_size):
         return scaled_loss(ratio, world)
-    return _step_cause(world, f"the mean of the ranks' losses is {ratio:.6g} times the loss of one process")
+    told = f"is {ratio:.6g} times the loss of one process" if math.isfinite(ratio) else "is not the loss of one process"
+    return _step_cause(world, f"the mean of the ranks' losses {told}")
 
 
 def _input(evidence: Evidence, world: World) -> Cause | None:
@@ -57,6 +58,20 @@ def _input(evidence: Evidence, world: World) -> Cause | None:
             is_in_step=True,
         )
     return None
+
+
+def _skipped(evidence: Evidence, world: World) -> Cause | None:
+    return skipped_by(world.skipped) if world.skipped else None
+
+
+def skipped_by(who: Iterable[str]) -> Cause:
+    """Some have no loss in a step in which others have one."""
+    return Cause(
+        "skipped",
+        f"no loss in {', '.join(who)}, and one elsewhere: training_step returned None there, as a guard against NaN "
+        f"does that looks at the rows of its own batch. Decide on the rows of all ranks. {NO_MEND}",
+        is_in_step=True,
+    )
 
 
 def _not_finite(evidence: Evidence, world: World) -> Cause | None:
@@ -208,8 +223,10 @@ def _step_cause(world: World, found: str) -> Cause:
         )
     return Cause(
         "step",
-        f"{found}: the loss of a share of the rows must be that share of the whole loss, so a contrastive loss needs "
-        f"the features of all ranks, with their gradient (modules.ContrastiveLoss). {NO_MEND}",
+        f"{found}: the loss of a share of the rows must be that share of the whole loss. A contrastive loss needs the "
+        "features of all ranks, with their gradient (modules.ContrastiveLoss). Others that fail: a loss that means "
+        "over different numbers of elements on each rank (ignore_index, a mask), and a buffer that each rank makes "
+        f"from its own rows. {NO_MEND}",
         is_in_step=True,
     )
 

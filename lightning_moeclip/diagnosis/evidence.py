@@ -37,6 +37,7 @@ class World:
         kinds: of the parameters, by name.
         outside: names of parameters that only an optimizer holds.
         loss_ratio: mean loss of the ranks over that of one process; NaN where it is not known.
+        skipped: who had no loss in this step, though others had: "one process" or "rank 0".
         nan_losses: ranks whose loss is not finite.
         batch_norms: layers that normalise with the rows of their own rank.
         ties: routers two of whose logits are as good as equal for some token.
@@ -51,6 +52,7 @@ class World:
     kinds: Mapping[str, str] = field(default_factory=dict)
     outside: frozenset[str] = frozenset()
     loss_ratio: float = float("nan")
+    skipped: tuple[str, ...] = ()
     nan_losses: tuple[int, ...] = ()
     batch_norms: tuple[str, ...] = ()
     ties: tuple[str, ...] = ()

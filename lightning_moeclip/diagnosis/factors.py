@@ -9,6 +9,13 @@ NO_MEND = "No strategy can mend that."
 
 def scaled_loss(ratio: float, world: World) -> Cause:
     """The loss is a multiple of that of one process, and so are the gradients."""
+    if is_close(ratio, 1 / world.world_size):
+        return Cause(
+            "loss_summed",
+            f"the loss is 1/{world.world_size} = 1/world_size of that of one process: it sums over the rows, and the "
+            f"losses of ranks are averaged. Take the mean over the rows, or multiply by world_size. {NO_MEND}",
+            is_in_step=True,
+        )
     what = f"{ratio:.6g}" + (" = world_size" if is_close(ratio, world.world_size) else "")
     return Cause(
         "loss_scaled",

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path, tree_map
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
 from lightning_moeclip.binding import LightningModule
 
@@ -25,7 +26,8 @@ class TrainingCase:
     Attributes:
         module: the user's.
         batches: global ones, each a tree (tuples, lists, dicts, dataclasses known to pytree) of tensors whose dim 0
-            counts rows; what is no tensor is given to every rank as it is.
+            counts rows. A list or tuple without tensors that has as many entries as there are rows, such as captions,
+            is shared out like them, and so is an array; whatever else is no tensor is given to every rank as it is.
     """
 
     module: LightningModule
@@ -66,7 +68,7 @@ def make_module(factory: Factory) -> nn.Module:
     """The module that a factory makes; one that makes batches too is welcome.
 
     Raises:
-        ValueError: the factory failed, as it does for a model that needs a GPU.
+        ValueError: the factory failed, as it does for a model that needs a GPU; a lazy layer has no shape yet.
         TypeError: it made something else.
     """
     made = _call(factory)
@@ -76,6 +78,7 @@ def make_module(factory: Factory) -> nn.Module:
             f"{_name(factory)} returned {_told(made)}. It must return an nn.Module, or a tuple of a LightningModule "
             "and a list of batches."
         )
+    _check_shapes(factory, module)
     return module
 
 
@@ -83,7 +86,8 @@ def make_case(factory: Factory) -> TrainingCase:
     """Module and global batches that a factory makes.
 
     Raises:
-        ValueError: the factory failed, or batches have no rows, no tensors or unequal structure.
+        ValueError: the factory failed, a lazy layer has no shape yet, or batches have no rows, no tensors or unequal
+            structure.
         TypeError: it made something else.
     """
     made = _call(factory)
@@ -99,6 +103,7 @@ def make_case(factory: Factory) -> TrainingCase:
             f"{_name(factory)} returned {_told(batches)} as batches. It must be a list with at least one batch: "
             "write [batch, batch]."
         )
+    _check_shapes(factory, module)
     shapes = [_layout(factory, index, batch) for index, batch in enumerate(batches)]
     for index, shape in enumerate(shapes):
         if shape != shapes[0]:
@@ -123,6 +128,15 @@ def _call(factory: Factory) -> Any:
                 else "It is called without arguments and must return (module, batches)."
             )
         ) from error
+
+
+def _check_shapes(factory: Factory, module: nn.Module) -> None:
+    lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
+    if lazy:
+        raise ValueError(
+            f"{_name(factory)} returned a module whose lazy parameters have no shape yet: {', '.join(lazy[:6])}. Run "
+            "one forward in the factory, which gives them one."
+        )
 
 
 def _layout(factory: Factory, index: int, batch: Any) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
@@ -159,5 +173,12 @@ def rows_of(batch: Any) -> int:
 
 
 def take_rows(batch: Any, first: int, end: int) -> Any:
-    """The rows [first, end) of every tensor of a batch."""
-    return tree_map(lambda leaf: leaf[first:end] if isinstance(leaf, Tensor) else leaf, batch)
+    """The rows [first, end) of every tensor of a batch, and of lists that have an entry for each row."""
+    rows = rows_of(batch)
+
+    def is_by_row(part: Any) -> bool:
+        if isinstance(part, (list, tuple)):
+            return len(part) == rows and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(part))
+        return tuple(getattr(part, "shape", ()))[:1] == (rows,)
+
+    return tree_map(lambda part: part[first:end] if is_by_row(part) else part, batch, is_leaf=is_by_row)

@@ -31,9 +31,9 @@ def numbers(values: Tensor) -> Sketch:
 
 @torch.no_grad()
 def on_this_rank(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """What this rank holds of a tensor, dense: a sparse one cannot be cut."""
     if not isinstance(tensor, DTensor):
-        return tensor.detach()
+        return tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
     # all ranks have the same placements: a pending sum is one on all of them
     settled = (
         tensor

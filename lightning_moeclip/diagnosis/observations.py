@@ -24,6 +24,7 @@ class GradientSeen:
         arrivals: how often autograd brought a gradient to this rank since the last step.
         local: sketch of what it brought, before any reduction; empty where nothing came.
         final: sketch of ``grad``; empty where it is None.
+        call: which step of an optimizer between two batches, from 0.
     """
 
     name: str
@@ -38,6 +39,7 @@ class GradientSeen:
     arrivals: int
     local: Sketch = ()
     final: Sketch = ()
+    call: int = 0
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ class RankFacts:
         batch_norms: modules that normalise with the rows of their own rank.
         num_rows: of the global batches, as the factory made them.
         batches: sketch of the batches that the factory made on this rank.
+        notes: what was left out or switched off, as sentences.
     """
 
     strategy: str = ""
@@ -129,3 +132,4 @@ class RankFacts:
     batch_norms: tuple[str, ...] = ()
     num_rows: tuple[int, ...] = ()
     batches: Sketch = ()
+    notes: tuple[str, ...] = ()

@@ -56,6 +56,9 @@ class Recorder(Callback):
 
     @override
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for config in trainer.lr_scheduler_configs:
+            config.strict = False  # what it monitors may come from a validation that is not run
+        self._watch_announced(trainer, pl_module)
         for optimizer in trainer.optimizers:
             if hasattr(optimizer, "_optimizer_step_pre_hooks"):
                 optimizer.register_step_pre_hook(self._note_raw_step(trainer.strategy))
@@ -80,10 +83,16 @@ class Recorder(Callback):
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         self.seen = replace(self.seen, losses=(*self.seen.losses, float(loss.detach())))
 
-    @override
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
-        self._announced.add(id(optimizer))
-        self._note_step(trainer.strategy, optimizer)
+    def _watch_announced(self, trainer: Any, module: Any) -> None:
+        """See gradients behind the module's own hook, which may still reduce them, and before they are clipped."""
+        original = module.on_before_optimizer_step
+
+        def on_before_optimizer_step(optimizer: Optimizer) -> None:
+            original(optimizer)
+            self._announced.add(id(optimizer))
+            self._note_step(trainer.strategy, optimizer)
+
+        module.on_before_optimizer_step = on_before_optimizer_step
 
     def _note_raw_step(self, strategy: Any) -> Any:
         """Before each step of an optimizer: see those that Lightning does not announce."""
@@ -188,6 +197,7 @@ class Writer(Recorder):
                 self.arrivals(name),
                 self.local(name),
                 final,
+                call,
             )
             seen.append(one)
         self.seen = replace(self.seen, gradients=(*self.seen.gradients, *seen))
@@ -224,12 +234,11 @@ class Comparer(Recorder):
         gradient = grad(parameter)
         ref = None if whole is None or tuple(whole.shape) != place.shape else place.cut(whole)
         ratio = residual = float("nan")
-        size = 0.0
+        size = 0.0 if gradient is None else norm(gradient)
         if gradient is None or ref is None:
             error = 0.0 if gradient is None and ref is None else float("inf")
         else:
             error = relative_error(gradient, ref, norm_of_all)
-            size = norm(gradient)
             square = float((ref.abs() ** 2).sum())
             if size > 0 and square > 0:
                 ratio = float((gradient * ref.conj()).sum().real) / square
@@ -247,6 +256,7 @@ class Comparer(Recorder):
             arrivals=self.arrivals(name),
             local=self.local(name),
             final=() if gradient is None else numbers(sketch(name, gradient, place)),
+            call=len(self.seen.norms) - 1,
         )
 
     @override
@@ -275,4 +285,5 @@ def _clip_norm(strategy: Any, parameters: list[nn.Parameter]) -> NormSeen:
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         return NormSeen(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        return NormSeen(float("nan"), problem=f"{type(error).__name__}: {error}")
+        told = str(error).partition("\n")[0][:200]
+        return NormSeen(float("nan"), problem=f"{type(error).__name__}: {told}")

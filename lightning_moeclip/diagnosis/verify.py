@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import pickle
 import re
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -50,7 +51,8 @@ def verify(
     """Train a module on ``world_size`` gloo ranks of this machine's CPUs and in one process, and compare.
 
     Everything is float64. Rank r takes its W-th share of the rows of each batch; rows that W does not divide are left
-    out everywhere. Dropout is switched off. The error of a gradient is ||g - ref|| / max(||ref||, 1e-6 ||all ref||).
+    out everywhere. Dropout is switched off, loggers write nothing, callbacks of ``configure_callbacks()`` are left out,
+    and there is no validation. The error of a gradient is ||g - ref|| / max(||ref||, 1e-6 ||all ref||).
 
     Args:
         factory: returns (LightningModule, global batches); a function that other processes can import, or its address
@@ -70,6 +72,7 @@ def verify(
         ValueError: an argument, or what the factory or the strategy is, cannot be used.
         TypeError: the factory returns something else, or cannot be sent to other processes.
     """
+    _check_bounds(tolerance, timeout_s)
     _check(factory, strategy, world_size, expert_parallel_size, steps, accumulate_grad_batches)
     job = VerifyJob(
         factory=factory,
@@ -131,12 +134,29 @@ class _Verification:
         """What ended a process, from what it left; raised where it is the user's input."""
         path = self.folder / f"failure.{label}.json"
         if not path.exists():
-            return RankFailure(rank, why.replace("still running", f"still running after {self.timeout_s:g} s"))
+            return RankFailure(rank, self._told(label, rank, why))
         told = json.loads(path.read_text())
         if told["kind"] == "input":
             raise {"TypeError": TypeError}.get(told["type"], ValueError)(told["message"])
         message = f"{told['type']}: {told['message']}"
         return RankFailure(rank, message, _names_in(message, names), told["traceback"])
+
+    def _told(self, label: str, rank: int | None, why: str) -> str:
+        """Why a process left no error of its own."""
+        if why.startswith("still running"):
+            running = f"still running after {self.timeout_s:g} s"
+            return (
+                f"{running}: give a larger timeout_s, or smaller batches"
+                if rank is None
+                else why.replace("still running", running)
+            )
+        if why.startswith("ended with exit code") and not (self.folder / f"started.{label}").exists():
+            return (
+                f"{why} before it ran anything: it could not import your factory or strategy (its own message is "
+                "above). Put them at the top of a module that other processes can import from this folder, or give "
+                "their addresses package.module:function"
+            )
+        return why
 
     def _report(
         self, one: OneProcess | None, failures: tuple[RankFailure, ...], deadlock: tuple[Waiting, ...]
@@ -147,7 +167,7 @@ class _Verification:
         errors = dict.fromkeys(("loss", "gradients", "clip_norm", "parameters"), float("nan"))
         notes = self._notes(facts.get("one") or rank_facts)
         if one is not None:
-            seen = self._seen(one, facts, is_ended=bool(failures or deadlock))
+            seen = self._seen(one, facts, has_failed=bool(failures), is_deadlocked=bool(deadlock))
             world = self._world(facts, rank_facts, one)
             findings, errors = judge(seen, world), largest_errors(seen)
             if not (failures or deadlock):
@@ -174,18 +194,18 @@ class _Verification:
         paths = self.folder.glob("facts.*.pt")
         return {p.name.split(".")[1]: torch.load(p, weights_only=False) for p in paths}
 
-    def _seen(self, one: OneProcess, facts: Mapping[str, RankFacts], *, is_ended: bool) -> Seen:
+    def _seen(self, one: OneProcess, facts: Mapping[str, RankFacts], *, has_failed: bool, is_deadlocked: bool) -> Seen:
         ranks = {rank: self._steps(str(rank)) for rank in range(self.job.world_size)}
         unfinished: dict[int, Unfinished] = {}
         for rank in range(self.job.world_size):
             path = self.folder / f"unfinished.{rank}.pt"
-            if is_ended and path.exists():
+            if is_deadlocked and path.exists():
                 unfinished[rank] = torch.load(path, weights_only=False)
         told = {rank: set(facts[str(rank)].trainable) for rank in ranks if str(rank) in facts}
         trained = set(facts["one"].trainable).intersection(set().union(*told.values()))
         frozen = {name: tuple(r for r, names in told.items() if name not in names) for name in sorted(trained)}
         frozen = {name: where for name, where in frozen.items() if where}
-        return Seen({s.step: s for s in one.steps}, ranks, unfinished, self.tolerance, frozen)
+        return Seen({s.step: s for s in one.steps}, ranks, unfinished, self.tolerance, frozen, has_failed)
 
     def _steps(self, label: str) -> dict[int, StepSeen]:
         steps = [torch.load(p, weights_only=False) for p in self.folder.glob(f"seen.{label}.*.pt")]
@@ -231,7 +251,14 @@ class _Verification:
             notes.append(f"dropout is set to 0 in {', '.join(facts.silenced[:6])}")
         if facts.outside:
             notes.append(f"an optimizer holds {', '.join(facts.outside)}, and the LightningModule does not")
-        return tuple(notes)
+        return (*notes, *facts.notes)
+
+
+def _check_bounds(tolerance: float, timeout_s: float) -> None:
+    if not 0.0 < tolerance < float("inf"):
+        raise ValueError(f"tolerance={tolerance} must be a number above 0: write a relative error such as {TOLERANCE}.")
+    if not timeout_s > 0.0:
+        raise ValueError(f"timeout_s={timeout_s} must be above 0: write how many seconds a process may take.")
 
 
 def _check(
@@ -247,6 +274,12 @@ def _check(
     if steps < 1 or accumulate < 1:
         raise ValueError(f"steps={steps} and accumulate_grad_batches={accumulate} must both be at least 1.")
     check_divides(world_size, expert_parallel_size)
+    main = sys.modules.get("__main__")
+    if getattr(factory, "__module__", "") == "__main__" and not hasattr(main, "__file__"):
+        raise TypeError(
+            f"factory={factory!r} was typed in, or came from standard input, where no other process can import it. "
+            "Write it to a file, and call verify() there under if __name__ == '__main__':"
+        )
     if isinstance(strategy, str) and ":" not in strategy:
         make_strategy(strategy, expert_parallel_size)
     for name, value in (("factory", factory), ("strategy", strategy)):

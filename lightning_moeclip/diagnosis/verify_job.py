@@ -16,6 +16,7 @@ from lightning_moeclip.strategy import MoEClipStrategy
 __all__ = ["VerifyJob", "batch_norms", "make_strategy", "shares", "silence_dropout", "take_case"]
 
 _LAUNCH = re.compile(r"_(spawn|fork|notebook)(?=_|$)")  # how ranks are started is the launcher's business here
+_NEED_GPU = ("fsdp", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def make_strategy(strategy: Any, expert_parallel_size: int) -> Any:
         expert_parallel_size: for our own by name; another strategy brings its own.
 
     Raises:
-        ValueError: there is none of that name or address, or it has another expert_parallel_size.
+        ValueError: there is none of that name or address, it needs a GPU, or it has another expert_parallel_size.
         TypeError: what was given or made is no strategy.
     """
     made = strategy
@@ -140,6 +141,8 @@ def make_strategy(strategy: Any, expert_parallel_size: int) -> Any:
             f"strategy={strategy!r} gave a {type(made).__name__}. Give a name that Trainer(strategy=...) takes, a "
             f"strategy of {ROOT}, or a function that makes one."
         )
+    if isinstance(made, pl.strategies.FSDPStrategy):
+        raise ValueError(_needs_gpu(type(made).__name__))
     own = getattr(made, "expert_parallel_size", 1)
     if expert_parallel_size not in (1, own):
         raise ValueError(
@@ -151,14 +154,26 @@ def make_strategy(strategy: Any, expert_parallel_size: int) -> Any:
     return made
 
 
+def _needs_gpu(strategy: str) -> str:
+    name = "deepspeed" if strategy.lower().startswith("deepspeed") else "fsdp"
+    return (
+        f"strategy={strategy!r} needs a GPU, and verify trains on the CPUs of this machine. "
+        f"`python -m lightning_moeclip explain package.module:factory --strategy {name}` says what it would do to each "
+        "parameter."
+    )
+
+
 def _registered(name: str, expert_parallel_size: int) -> Callable[[], Any]:
     plain = _LAUNCH.sub("", name.lower())
     plain = "ddp" if plain == "auto" else plain
+    if plain.startswith(_NEED_GPU):
+        raise ValueError(_needs_gpu(name))
     if plain == "moeclip":
         return lambda: MoEClipStrategy(expert_parallel_size=expert_parallel_size)
     registry = pl.strategies.StrategyRegistry
     if plain not in registry:
-        known = ", ".join(sorted(n for n in registry.available_strategies() if not _LAUNCH.search(n)))
+        names = [n for n in registry.available_strategies() if not (_LAUNCH.search(n) or n.startswith(_NEED_GPU))]
+        known = ", ".join(sorted(names))
         raise ValueError(
             f"strategy={name!r} is not registered with Lightning. Write one of {known}, an address such as "
             "my_project.train:make_strategy, or give a strategy itself."

@@ -5,6 +5,7 @@ import logging
 import os
 import traceback
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,23 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_moeclip.binding import FABRIC_ROOT, ROOT, pl
 from lightning_moeclip.diagnosis.deadlock import ProgressMonitor
 from lightning_moeclip.diagnosis.factory import TrainingCase, rows_of
-from lightning_moeclip.diagnosis.held_outside import held_outside
 from lightning_moeclip.diagnosis.observations import RankFacts, StepSeen
+from lightning_moeclip.diagnosis.preparation import Preparation
 from lightning_moeclip.diagnosis.recorder import Comparer, Recorder, Writer
+from lightning_moeclip.diagnosis.silent_logger import SilentLogger
 from lightning_moeclip.diagnosis.sketch import place_of, sketch
 from lightning_moeclip.diagnosis.verify_job import (
     VerifyJob,
     batch_norms,
     make_strategy,
     shares,
-    silence_dropout,
     take_case,
 )
 from lightning_moeclip.parallel.interop import is_scalar_name
@@ -93,28 +94,25 @@ def _run(
     strategy: Callable[[], Any],
 ) -> dict[str, float]:
     """Train, and leave what is to be known of the module; the gaps of its routers in one process."""
+    (folder / f"started.{label}").touch()
     with _failures_told(folder, label, kind="input"):
         _be_quiet()
         case = take_case(job)
         made = strategy()
     with _failures_told(folder, label, kind="run"):
         module = case.module
-        silenced = silence_dropout(module)
-        _widen_outside(module)
+        prepared = Preparation(module, job.seed, notes_gaps=size == 1)
         data = shares(job, case.batches, rank=rank, size=size)
         trainer = _trainer(job, folder, recorder, devices=size, strategy=made, num_batches=len(data))
-        gaps: dict[str, float] = {}
-        hooks = _watch_routers(module, gaps) if size == 1 else []
         try:
             trainer.fit(module, DataLoader(data, batch_size=None, collate_fn=_as_is))  # type: ignore[arg-type]
         finally:
-            torch.save(_facts(case, trainer.strategy, recorder.outside, silenced), folder / f"facts.{label}.pt")
-        for hook in hooks:
-            hook.remove()
-    return gaps
+            torch.save(_facts(case, trainer, recorder.outside, prepared), folder / f"facts.{label}.pt")
+    return prepared.gaps
 
 
-def _facts(case: TrainingCase, strategy: Any, outside: tuple[str, ...], silenced: tuple[str, ...]) -> RankFacts:
+def _facts(case: TrainingCase, trainer: Any, outside: tuple[str, ...], prepared: Preparation) -> RankFacts:
+    strategy = trainer.strategy
     kinds: dict[str, str] = {name: role.kind for name, role in read_roles(case.module).items()}
     kinds |= {name: "logit_scale" if is_scalar_name(name) else "dense" for name in outside}
     return RankFacts(
@@ -123,10 +121,11 @@ def _facts(case: TrainingCase, strategy: Any, outside: tuple[str, ...], silenced
         kinds=kinds,
         trainable=tuple(name for name, p in case.module.named_parameters() if p.requires_grad),
         outside=outside,
-        silenced=silenced,
+        silenced=prepared.silenced,
         batch_norms=batch_norms(case.module),
         num_rows=tuple(rows_of(batch) for batch in case.batches),
         batches=_sketch_of(case.batches),
+        notes=prepared.notes(trainer),
     )
 
 
@@ -142,7 +141,7 @@ def _trainer(job: VerifyJob, folder: Path, recorder: Recorder, *, devices: int, 
         num_sanity_val_steps=0,
         gradient_clip_val=job.gradient_clip_val,
         accumulate_grad_batches=job.accumulate_grad_batches,
-        logger=False,
+        logger=SilentLogger(str(folder)),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -159,50 +158,18 @@ def _be_quiet() -> None:
         logging.getLogger(root).setLevel(logging.ERROR)
 
 
-def _widen_outside(module: Any) -> None:
-    """Have parameters that only an optimizer holds in float64 too, as soon as it is made."""
-    original = module.configure_optimizers
-
-    def configure_optimizers() -> Any:
-        made = original()
-        optimizers = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.optim.Optimizer)]
-        for parameter in held_outside(module, optimizers).values():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.double()
-        return made
-
-    module.configure_optimizers = configure_optimizers
-
-
-def _watch_routers(module: nn.Module, gaps: dict[str, float]) -> list[Any]:
-    """Note how near two logits of a token come to each other."""
-    hooks = []
-    for name, role in read_roles(module).items():
-        weight = module.get_parameter(name)
-        if role.kind == "router" and weight.ndim == 2:
-            path = name.rpartition(".")[0]
-            hooks.append(module.get_submodule(path).register_forward_hook(_note_gap(path, weight.shape[0], gaps)))
-    return hooks
-
-
-def _note_gap(path: str, num_experts: int, gaps: dict[str, float]) -> Callable[..., None]:
-    def note(layer: nn.Module, inputs: Any, output: Any) -> None:
-        leaves = tree_leaves(getattr(output, "logits", output))
-        logits = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 0]
-        logits = [x.detach() for x in logits if x.shape[-1] == num_experts and x.numel()]
-        if logits and num_experts > 1:
-            ordered = logits[0].sort(dim=-1).values
-            gap = float(ordered.diff(dim=-1).min() / ordered.abs().max().clamp(min=1e-300))
-            gaps[path] = min(gap, gaps.get(path, gap))
-
-    return note
-
-
 def _sketch_of(batches: tuple[Any, ...]) -> tuple[float, ...]:
     total = torch.zeros(())
-    for index, leaf in enumerate(x for x in tree_leaves(batches) if isinstance(x, Tensor)):
-        total = total + sketch(str(index), leaf, place_of(leaf))
-    return tuple(total.tolist())
+    for index, leaf in enumerate(tree_leaves(batches)):
+        if isinstance(leaf, Tensor):
+            # a NaN is equal to none: where they are counts like a value
+            whole = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+            is_finite = whole.isfinite()
+            for name, part in ((f"{index}", whole.where(is_finite, 0)), (f"{index} is finite", is_finite)):
+                total = total + sketch(name, part, place_of(part))
+        elif isinstance(leaf, (str, int, float)):
+            total = total + zlib.crc32(repr(leaf).encode()) / (index + 1)
+    return tuple(total.reshape(-1).tolist())
 
 
 def _as_is(batch: Any) -> Any:

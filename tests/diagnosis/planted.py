@@ -363,6 +363,102 @@ class Sharded(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-2)
 
 
+class MadeLater(Pair):
+    """Makes layers in its hooks, reduces a parameter in another, and uses a Trainer as users do: nothing is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.image, self.logit_scale
+        self.loss = PlainLoss()
+
+    def setup(self, stage: str) -> None:
+        self.image = nn.Sequential(nn.Linear(WIDTH, DIM), nn.Dropout(0.5))
+
+    def configure_model(self) -> None:
+        self.router = nn.Linear(WIDTH, 3)
+        self.drop = nn.Dropout(0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.logger.experiment.add_scalar("words", float(len(batch["captions"])), batch_idx)
+        self.logger.experiment.config.update({"run": self.logger.watch(self)})
+        lengths = torch.tensor([[float(len(caption))] for caption in batch["captions"]])
+        features = self.image(batch["rows"]) * self.drop(self.router(batch["rows"])).softmax(-1)[:, :1]
+        scaled = self.text(batch["rows"]) * self.loss.logit_scale
+        loss = (features * lengths + scaled).square().mean()
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.world_size > 1:
+            grad = self.loss.logit_scale.grad
+            assert grad is not None
+            torch.distributed.all_reduce(grad)
+            grad /= self.trainer.world_size
+
+    def configure_callbacks(self) -> Any:
+        return [pl.callbacks.EarlyStopping("val_loss"), pl.callbacks.LearningRateMonitor()]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD([*self.parameters(), self.loss.logit_scale], lr=1e-2)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+
+class StepsTwice(MadeLater):
+    """By hand, each optimizer twice a batch, with gradients that are sparse: nothing is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.words = nn.Embedding(4, WIDTH, sparse=True)
+
+    def setup(self, stage: str) -> None:
+        pass
+
+    def configure_model(self) -> None:
+        pass
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        for _ in range(2):
+            dense, sparse = self.optimizers()
+            dense.zero_grad()
+            sparse.zero_grad()
+            words = self.words(batch[1].argmax(-1) % 4)
+            loss = (self.text(batch[0] * words) * self.loss.logit_scale).square().mean()
+            self.manual_backward(loss)
+            dense.step()
+            sparse.step()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if any(p is self.loss.logit_scale for group in optimizer.param_groups for p in group["params"]):
+            super().on_before_optimizer_step(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        dense = torch.optim.SGD([*self.text.parameters(), self.loss.logit_scale], lr=1e-2)
+        return [dense, torch.optim.SparseAdam(self.words.parameters(), lr=1e-2)]
+
+    def configure_callbacks(self) -> Any:
+        return []
+
+
+class Skips(Pair):
+    """A guard that looks at the rows of its own batch, of which one rank's are fine."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        return None if batch[0].isnan().any() else self.image(batch[0]).square().mean()
+
+
+class Unreached(Pair):
+    """The optimizer holds a layer that no loss reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(2, 2)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.other.parameters(), lr=1e-2)
+
+
 class AveragedOverReplicas(MoEClipStrategy):
     """Divides an expert's gradient by the number of ranks that hold it."""
 
@@ -411,6 +507,30 @@ def needs_gpu() -> Case:
 
 def unequal() -> Any:
     return Pair(), [rows(1)[0], rows(1)[0][:1]]
+
+
+def made_later() -> Any:
+    features = rows(1)[0][0]
+    return MadeLater(), [{"rows": features, "captions": ["word" * i for i in range(ROWS)]}] * 2
+
+
+def steps_twice() -> Case:
+    return StepsTwice(), rows(1)
+
+
+def skips() -> Case:
+    ((image, text),) = rows(1)
+    image[0, 0] = float("nan")
+    return Skips(), [(image, text)]
+
+
+def unreached() -> Case:
+    return Unreached(), rows(1)
+
+
+def slow_factory() -> Case:
+    time.sleep(600.0)
+    return pair()
 
 
 def bare_scale() -> Case:

@@ -2,16 +2,19 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_moeclip.diagnosis.causes import cause_of_gradient, cause_of_loss, tied
 from lightning_moeclip.diagnosis.evidence import Evidence, World
 from lightning_moeclip.diagnosis.measures import relative_error
 from lightning_moeclip.diagnosis.observations import GradientSeen
+from lightning_moeclip.diagnosis.recorder import Comparer
 from lightning_moeclip.diagnosis.sketch import Place, place_of, sketch
+from lightning_moeclip.diagnosis.verify_rank import _sketch_of
 
 NAME = "blocks.0.weight"
 WORLD = World(4, expert_parallel_size=2, accumulate=3)
@@ -264,3 +267,45 @@ def test_sketch_is_linear_and_depends_on_the_name() -> None:
     swapped[[0, 16]] = a[[16, 0]]  # of one bucket
     assert not torch.equal(sketch(NAME, swapped, place_of(a)), sketch(NAME, a, place_of(a)))
     assert sketch(NAME, torch.tensor(1.0), place_of(torch.tensor(1.0))).abs().max() >= 0.5
+
+
+def test_a_loss_that_sums_over_its_rows_is_one_cause() -> None:
+    quarter = [local / 4 for local in LOCALS]
+    found = evidence([REF / 4] * 4, quarter)
+    world = replace(WORLD, loss_ratio=0.25)
+    assert codes(found, world) == codes_of_loss(0.25) == ("loss_summed", True)
+    text = cause_of_gradient(found, world).text
+    assert text == cause_of_loss(0.25, world).text
+    assert "it sums over the rows" in text
+    assert "Take the mean over the rows, or multiply by world_size" in text
+
+
+def codes_of_loss(ratio: float) -> tuple[str, bool]:
+    cause = cause_of_loss(ratio, WORLD)
+    return cause.code, cause.is_in_step
+
+
+def test_a_mean_loss_that_is_no_multiple_never_tells_a_number() -> None:
+    text = cause_of_loss(float("nan"), WORLD).text
+    assert text.startswith("the mean of the ranks' losses is not the loss of one process: ")
+    assert "means over different numbers of elements on each rank (ignore_index, a mask)" in text
+    assert "a buffer that each rank makes from its own rows" in text
+
+
+def test_batches_with_a_nan_or_words_are_compared() -> None:
+    first = torch.tensor([[1.0, float("nan")], [float("inf"), 2.0]])
+    assert _sketch_of(((first, ["a", "b"]),)) == _sketch_of(((first.clone(), ["a", "b"]),))
+    assert _sketch_of(((first, ["a", "b"]),)) != _sketch_of(((first, ["a", "c"]),))
+    assert _sketch_of((first,)) != _sketch_of((first.nan_to_num(0.0),))
+
+
+def test_a_gradient_that_one_process_does_not_have_keeps_its_size(tmp_path: Path) -> None:
+    comparer = Comparer(tmp_path, 0, "0")
+    parameter = nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.ones(4)
+    comparer.parameters, comparer.places = {NAME: parameter}, {NAME: place_of(parameter.detach())}
+    comparer._keep_gradients([NAME])
+    (extra,) = comparer.seen.gradients
+    assert (extra.norm, extra.error) == (2.0, float("inf"))
+    found = Evidence(NAME, seen(None, None, None), {0: extra, 1: extra})
+    assert cause_of_gradient(found, World(2)).text.startswith("a gradient where one process has none")

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -117,3 +118,31 @@ def test_rows_are_shared_out_and_the_rest_is_kept() -> None:
     assert [rows_of(batch) for batch in found.batches] == [6, 2]
     part = take_rows(found.batches[0], 2, 4)
     assert (part["x"].tolist(), part["name"]) == ([2, 3], "first")
+
+
+def test_lists_with_an_entry_for_each_row_are_shared_out_too() -> None:
+    batch = {
+        "x": torch.arange(4),
+        "captions": ["a", "b", "c", "d"],
+        "tokens": ([1], [2, 3], [], [4]),
+        "by_prompt": [["p0", "p1", "p2", "p3"], ["q0", "q1", "q2", "q3"]],
+        "array": numpy.arange(4),
+        "sizes": (224, 224),
+    }
+    part = take_rows(make_case(case(batch)).batches[0], 1, 3)
+    assert (part["captions"], part["tokens"]) == (["b", "c"], ([2, 3], []))
+    assert part["by_prompt"] == [["p1", "p2"], ["q1", "q2"]]
+    assert (part["array"].tolist(), part["sizes"]) == ([1, 2], (224, 224))
+
+
+def test_a_lazy_layer_needs_a_forward_in_the_factory() -> None:
+    class Lazy(TwoTowers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.LazyLinear(3)
+
+    message = r"lazy parameters have no shape yet: head\.weight, head\.bias\. Run one forward in the factory"
+    with pytest.raises(ValueError, match=message):
+        make_module(Lazy)
+    with pytest.raises(ValueError, match=message):
+        make_case(lambda: (Lazy(), [torch.zeros(2, 3)]))

@@ -8,7 +8,7 @@ import pytest
 from lightning_moeclip.diagnosis.deadlock import Waiting
 from lightning_moeclip.diagnosis.evidence import World
 from lightning_moeclip.diagnosis.judgement import Seen, judge, largest_errors, uncounted_steps
-from lightning_moeclip.diagnosis.observations import GradientSeen, NormSeen, ParameterSeen, StepSeen
+from lightning_moeclip.diagnosis.observations import GradientSeen, NormSeen, ParameterSeen, StepSeen, Unfinished
 from lightning_moeclip.diagnosis.verify_report import Finding, RankFailure, VerifyReport
 
 SKETCH = (1.0, 2.0)
@@ -83,6 +83,77 @@ def test_steps_that_nobody_sees_are_no_success() -> None:
     assert found.code == "no_step"
     (found,) = uncounted_steps(seen(STEP, empty))
     assert found.cause == "one process took 1 optimizer steps, rank 1: 0"
+
+
+def test_a_loss_that_is_zero_but_for_rounding_has_no_relative_error() -> None:
+    one = replace(STEP, losses=(1e-17,))
+    # the losses of the ranks cancel, and each of them is far from zero
+    low, high = (replace(STEP, losses=(loss,)) for loss in (-0.1, 0.1))
+    assert judge(seen(low, high, one=one), World(2)) == ()
+    # terms within the loss cancel: its gradients tell how large they are
+    other = replace(STEP, losses=(3e-17,))
+    assert judge(seen(other, other, one=one), World(2)) == ()
+    wrong = replace(STEP, losses=(0.5,))
+    (found,) = judge(seen(wrong, wrong, one=one), World(2))
+    assert (found.quantity, found.code) == ("loss", "step")
+    assert found.cause.startswith("the mean of the ranks' losses is not the loss of one process: ")
+
+
+def test_what_not_all_ranks_came_to_is_no_fault_where_an_error_ended_one() -> None:
+    wrong = replace(RIGHT, error=0.4, ratio=1.1, residual=0.3, local=(0.0, 1.0), final=(0.0, 1.0))
+    step = replace(STEP, gradients=(wrong,), norms=(NormSeen(5.0),), parameters=())
+    alone = {0: {0: START, 1: step}, 1: {0: START}}
+    assert codes(judge(Seen({0: START, 1: STEP}, alone, {}, 1e-8), World(2))) == [
+        ("gradient", "not_reduced"),
+        ("clip norm", "follows"),
+    ]
+    failed = Seen({0: START, 1: STEP}, alone, {}, 1e-8, has_failed=True)
+    assert judge(failed, World(2)) == ()
+    assert str(largest_errors(failed)["gradients"]) == "nan"
+    both = replace(seen(step, step), has_failed=True)
+    assert codes(judge(both, World(2))) == [("gradient", "step"), ("clip norm", "follows")]
+
+
+def test_a_rank_that_waits_for_one_that_skips_its_loss_is_explained() -> None:
+    none = replace(RIGHT, is_missing=True, is_missing_in_one=True, local=(), final=())
+    skips = replace(STEP, losses=(), gradients=(none,), norms=(NormSeen(0.0),))
+    stuck = Seen({0: START, 1: skips}, {0: {0: START, 1: skips}, 1: {0: START}}, {1: Unfinished(1)}, 1e-8)
+    (found,) = judge(stuck, World(2))
+    assert (found.quantity, found.code, found.step) == ("loss", "skipped", 1)
+    assert found.cause.startswith("no loss in one process, rank 0, and one elsewhere")
+    # nor is it a loss that MoEClipStrategy puts a zero in its place
+    zero = replace(skips, losses=(0.0,))
+    (found,) = judge(replace(stuck, ranks={0: {0: START, 1: zero}, 1: {0: START}}), World(2))
+    assert found.cause.startswith("no loss in one process, rank 0, and one elsewhere")
+    assert judge(seen(zero, zero, one=skips), World(2)) == ()
+    # losses that go backward past Lightning are no skipped ones
+    raw = replace(STEP, losses=())
+    assert judge(Seen({0: START, 1: raw}, {0: {0: START, 1: raw}, 1: {}}, {1: Unfinished(1)}, 1e-8), World(2)) == ()
+
+
+def test_each_step_of_an_optimizer_within_one_batch_is_its_own() -> None:
+    again = replace(RIGHT, call=1)
+    two = replace(STEP, gradients=(RIGHT, again), norms=(NormSeen(3.0), NormSeen(3.0)))
+    wrong = replace(RIGHT, error=1.0, ratio=2.0, local=SKETCH, final=(2.0, 4.0))
+    first = replace(two, gradients=(wrong, again))
+    assert codes(judge(seen(first, first, one=two), World(2))) == [("gradient", "times_world_size")]
+    second = replace(two, gradients=(RIGHT, replace(wrong, call=1)))
+    assert codes(judge(seen(second, second, one=two), World(2))) == [("gradient", "times_world_size")]
+    # what steps later from weights that went wrong follows, and only that
+    other, spread = replace(RIGHT, name="v"), replace(wrong, name="v", call=1)
+    three = replace(two, gradients=(RIGHT, other, again, replace(other, call=1)))
+    ranks = replace(three, gradients=(wrong, other, again, spread))
+    found = judge(seen(ranks, ranks, one=three), World(2))
+    assert [(f.name, f.code) for f in found] == [("w", "times_world_size"), ("v", "follows")]
+
+
+def test_gradients_that_nobody_has_are_no_success() -> None:
+    none = replace(RIGHT, is_missing=True, is_missing_in_one=True, local=(), final=())
+    empty = replace(STEP, gradients=(none,), norms=(NormSeen(0.0),))
+    (found,) = uncounted_steps(seen(empty, empty, one=empty))
+    assert found.code == "no_step"
+    assert found.cause.startswith("no gradient was there in any step")
+    assert str(largest_errors(seen(empty, empty, one=empty))["gradients"]) == "nan"
 
 
 def report(**fields: object) -> VerifyReport:

@@ -1,8 +1,10 @@
 """verify on modules with planted faults: each parameter by name, with the right cause."""
 
 import json
+import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -109,6 +111,60 @@ def test_error_of_one_rank_is_the_users_own_and_no_other() -> None:
     assert [(f.rank, f.error) for f in report.failures] == [(1, "KeyError: 'planted on rank 1'")]
     assert "planted.py" in report.failures[0].traceback
     assert not report.ok
+    # rank 0 had a gradient when it was ended, which is no fault of the step
+    assert report.findings == ()
+
+
+def test_layers_made_in_hooks_and_gradients_reduced_in_one_are_no_false_alarm() -> None:
+    report = verify(planted.made_later, strategy="ddp")
+    assert report.ok, str(report)
+    assert max(report.loss, report.gradients, report.parameters) <= 1e-10
+    assert report.notes == (
+        "dropout is set to 0 in image.1, drop",
+        "an optimizer holds loss.logit_scale, and the LightningModule does not",
+        "callbacks of configure_callbacks() are left out: EarlyStopping, LearningRateMonitor",
+        "no validation is run: ReduceLROnPlateau is stepped only where training logs val_loss",
+    )
+
+
+def test_two_steps_of_an_optimizer_in_one_batch_and_sparse_gradients_are_compared() -> None:
+    report = verify(planted.steps_twice, strategy="ddp", steps=1)
+    assert report.ok, str(report)
+    assert report.gradients <= 1e-10
+
+
+def test_a_step_that_one_process_skips_is_named() -> None:
+    report = verify(planted.skips, steps=1)
+    assert {(f.name, f.code) for f in report.findings} == {
+        ("", "skipped"),
+        ("image.weight", "skipped"),
+        ("image.bias", "skipped"),
+    }
+    assert "no loss in one process, rank 0, and one elsewhere" in report.findings[0].cause
+
+
+def test_gradients_that_are_never_there_are_no_success() -> None:
+    report = verify(planted.unreached, steps=1)
+    assert [f.code for f in report.findings] == ["no_step"]
+    assert "the loss reaches no parameter that an optimizer holds" in report.findings[0].cause
+    assert "gradients   not compared" in str(report)
+
+
+def test_a_process_that_cannot_import_the_factory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = ModuleType("module_of_one_process")
+    monkeypatch.setitem(sys.modules, alone.__name__, alone)
+    exec("def make(): pass", vars(alone))  # the children do not have it
+    report = verify(alone.make)
+    assert "one process failed: ended with exit code 1 before it ran anything: it could not import" in str(report)
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    monkeypatch.setattr(planted.pair, "__module__", "__main__")
+    with pytest.raises(TypeError, match=r"came from standard input, where no other process can import it"):
+        verify(planted.pair)
+
+
+def test_one_process_that_does_not_end_waits_for_nobody() -> None:
+    (failure,) = verify(planted.slow_factory, timeout_s=0.2).failures
+    assert failure.error == "still running after 0.2 s: give a larger timeout_s, or smaller batches"
 
 
 def test_clipping_accumulation_dropout_and_rows_left_over(capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,6 +206,11 @@ def test_steps_past_lightning_are_compared_too() -> None:
         ([f"{HERE}:pair", "--world-size", "1"], "world_size=1 compares nothing with one process"),
         ([f"{HERE}:pair", "--steps", "0"], "steps=0 and accumulate_grad_batches=1 must both be at least 1"),
         ([f"{HERE}:pair", "--expert-parallel-size", "3"], "does not divide the world of 2 ranks"),
+        ([f"{HERE}:pair", "--tolerance", "nan"], "tolerance=nan must be a number above 0"),
+        ([f"{HERE}:pair", "--tolerance", "0"], "tolerance=0.0 must be a number above 0"),
+        ([f"{HERE}:pair", "--timeout-s", "0"], "timeout_s=0.0 must be above 0"),
+        ([f"{HERE}:pair", "--strategy", "fsdp"], "explain package.module:factory --strategy fsdp` says what"),
+        ([f"{HERE}:pair", "--strategy", "deepspeed_stage_2"], "strategy='deepspeed_stage_2' needs a GPU"),
         ([f"{HERE}:pair", "--strategy", "dpd"], "strategy='dpd' is not registered with Lightning"),
         ([f"{HERE}:pair", "--strategy", "ddp", "--expert-parallel-size", "2"], "It is an argument of 'moeclip'"),
     ],
