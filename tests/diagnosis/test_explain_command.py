@@ -107,7 +107,7 @@ def test_a_failure_that_nobody_expects_has_its_traceback_and_is_no_finding(capsy
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([f"{HERE}:Lazy"], "explain: net.weight has no shape yet"),
+        ([f"{HERE}:Lazy"], "explain: Lazy returned a module whose lazy parameters have no shape yet: net.weight"),
         (["nowhere:make"], "explain: 'nowhere:make': importing nowhere failed"),
         ([f"{HERE}:a_number"], "explain: a_number returned a int"),
         ([f"{HERE}:two_towers", "--expert-parallel-size", "3"], "explain: expert_parallel_size=3 does not divide"),
