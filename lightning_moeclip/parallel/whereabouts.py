@@ -61,7 +61,7 @@ class Whereabouts:
         self._key = key
         self._connect = connect
         self._batch: tuple[str, str, int] | None = None
-        self._seen_batch = self._batch
+        self._seen_batch: tuple[str, str, int] | None = None
         self._in_batch_since = 0.0
         self._read_place: Callable[[], Place] | None = None
         self._num_followed = self._num_told = 0

@@ -58,11 +58,11 @@ def test_the_numbers_of_the_table_are_counted() -> None:
     answers = rows()
     told = {test for tests in answers.values() for test in tests}
     answered = sum(bool(tests) for tests in answers.values())
+    told_of = (
+        r"(\d+) of Lightning's tests are answered by (\d+) of ours\. (\d+) are not, each with its reason\. (\d+) more"
+    )
     for text in (README, (ROOT / "README.md").read_text()):
-        numbers = re.findall(
-            r"(\d+) of Lightning's tests are answered by (\d+) of ours\. (\d+) are not, each with its reason\. (\d+) more",
-            text.replace("\n", " "),
-        )
+        numbers = re.findall(told_of, text.replace("\n", " "))
         assert numbers == [tuple(map(str, (answered, len(told), len(answers) - answered, len(OWN) - len(told))))]
 
 
