@@ -32,10 +32,9 @@ train: $(READY)
 test: suite
 	$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target interpreted compiled second-root
 
-# whole files at a time: tests of one file share launches; a test that launches ranks takes several cores itself. In the
-# order of their folders: files with few tests, and among them the longest, would otherwise come last and alone
+# whole files at a time: tests of one file share launches; a test that launches ranks takes several cores itself
 suite: $(READY)
-	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
 # a process has one of Lightning's two roots, here the other one: what tells most of each part
 second-root: $(READY)
@@ -43,7 +42,7 @@ second-root: $(READY)
 
 # every test under the other root
 roots: $(READY)
-	$(BIN)/python -m pytest -p pytorch_lightning --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -p pytorch_lightning --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
 # Triton's kernels on the CPU, and compiled for GPUs that are not here: a process can do one of both
 interpreted: $(READY)
