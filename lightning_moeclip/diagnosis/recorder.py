@@ -185,19 +185,19 @@ class Writer(Recorder):
             alive = self.parameters[name].requires_grad
             size, bad = (0.0, 0) if g is None else (norm(g), num_nonfinite(g))
             one = GradientSeen(
-                name,
-                alive,
-                g is None,
-                g is None,
-                0.0,
-                1.0,
-                0.0,
-                size,
-                bad,
-                self.arrivals(name),
-                self.local(name),
-                final,
-                call,
+                name=name,
+                is_trainable=alive,
+                is_missing=g is None,
+                is_missing_in_one=g is None,
+                error=0.0,
+                ratio=1.0,
+                residual=0.0,
+                norm=size,
+                num_nonfinite=bad,
+                arrivals=self.arrivals(name),
+                local=self.local(name),
+                final=final,
+                call=call,
             )
             seen.append(one)
         self.seen = replace(self.seen, gradients=(*self.seen.gradients, *seen))

@@ -170,11 +170,10 @@ class _Verification:
             seen = self._seen(one, facts, has_failed=bool(failures), is_deadlocked=bool(deadlock))
             world = self._world(facts, rank_facts, one)
             findings, errors = judge(seen, world), largest_errors(seen)
+            if any(f.code in UNDECIDED for f in findings):
+                findings = judge(seen, self._look_closer(world))
             if not (failures or deadlock):
                 findings += uncounted_steps(seen)
-            if any(f.code in UNDECIDED for f in findings):
-                world = self._look_closer(world)
-                findings = judge(seen, world)
             notes += _notes_of(seen)
         given = self.job.strategy if isinstance(self.job.strategy, str) else rank_facts.strategy
         return VerifyReport(

@@ -230,3 +230,11 @@ def test_a_lambda_cannot_be_sent_to_ranks(name: str) -> None:
     arguments: dict[str, Any] = {"factory": planted.pair, name: lambda: None}
     with pytest.raises(TypeError, match=rf"{name}=<function .* cannot be sent to the ranks"):
         verify(**arguments)
+
+
+def test_a_closer_look_leaves_what_else_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Finding("a.weight", "gradient", 1, 1.0, "other_steps", "one process took 2 optimizer steps, rank 1: 3")
+    monkeypatch.setattr("lightning_moeclip.diagnosis.verify.uncounted_steps", lambda seen: (other,))
+    found = verify(planted.own_rows, strategy="ddp").findings
+    assert other in found
+    assert {f.code for f in found} > {"other_steps"}
